@@ -1,0 +1,39 @@
+# the same commands serve a machine without a TPU and a TPU VM: torch_xla takes the TPU when there is one
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+# e.g. PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" saves the CUDA libraries that torch brings along
+PIP_FLAGS ?=
+# a TPU belongs to one process at a time, so tests run side by side only where there is none
+TPU := $(wildcard /dev/accel* /dev/vfio/[0-9]*)
+TEST_WORKERS ?= $(if $(TPU),0,2)
+DEMO_FLAGS ?=
+TEST_FLAGS ?=
+
+.PHONY: demo test test-slow lint doctor clean
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py $(DEMO_FLAGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal $(TEST_FLAGS)
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow $(TEST_FLAGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+
+doctor: $(STAMP)
+	$(BIN)/torch-svg doctor
+
+# made once; made again only when the requirements change
+$(STAMP): setup.py pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --progress-bar off $(PIP_FLAGS) -e ".[tpu,demo,test]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) outputs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

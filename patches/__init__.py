@@ -1,0 +1,1 @@
+"""Mends for faults of pinned upstream packages."""
