@@ -14,7 +14,8 @@ def save_checkpoint(
 ) -> None:
     """Write the state of a stage after `step` steps, replacing the last one atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    state = dict(step=step, model=model.state_dict(), average=average.state_dict(), optimizer=optimizer.state_dict())
+    parts = {"model": model, "average": average, "optimizer": optimizer}
+    state = {"step": step, **{name: part.state_dict() for name, part in parts.items()}}
     torch.save(state, path.with_suffix(".new"))
     os.replace(path.with_suffix(".new"), path)
 

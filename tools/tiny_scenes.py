@@ -39,9 +39,7 @@ class Scene:
         return f"a {self.colour} {self.shape} {self.motion} {self.place}"
 
 
-SCENES = tuple(
-    Scene(*words) for words in product(COLOURS, SHAPES, MOTIONS, PLACES) if words[1:3] != ("ball", "spins")
-)
+SCENES = tuple(Scene(*words) for words in product(COLOURS, SHAPES, MOTIONS, PLACES) if words[1:3] != ("ball", "spins"))
 
 
 def _noise(rng: np.random.Generator, size: int, cell_height: float, cell_width: float) -> np.ndarray:
@@ -142,7 +140,7 @@ def render(scene: Scene, seed: int, size: int = 128, frames: int = CLIP_FRAMES, 
     y = np.cos(angle) * down - np.sin(angle) * right
     distance = _distance(scene.shape, x, y, radius)
     inside = np.clip(0.5 - distance, 0, 1)[..., None]
-    # lit from the upper left, with a dark rim, so that a white shape stands out from a cloud and a turning box from a box
+    # lit from the upper left, with a dark rim: it tells a white shape from a cloud
     rim = np.clip(distance + 2.5, 0, 1.5) / 1.5
     light = np.clip(0.88 - 0.2 * (right + down) / radius, 0, 1.1) * (1 - 0.55 * rim)
     surface = np.clip(light[..., None] * np.asarray(COLOURS[scene.colour], np.float32), 0, 1)

@@ -18,18 +18,18 @@ from tools.checkpoints import load_checkpoint, log_line, save_checkpoint
 from tools.tiny_scenes import CLIP_FRAMES, clip_of_seed
 
 # a patch of 2 x 2 pixels enters the first convolution, as in Wan2.2's VAE: a quarter of the work at the finest level
-VAE_CONFIG = dict(
-    base_dim=32,
-    z_dim=12,
-    dim_mult=[1, 2, 2],
-    num_res_blocks=1,
-    temperal_downsample=[True, True],
-    in_channels=12,
-    out_channels=12,
-    patch_size=2,
-    scale_factor_temporal=4,
-    scale_factor_spatial=8,
-)
+VAE_CONFIG = {
+    "base_dim": 32,
+    "z_dim": 12,
+    "dim_mult": [1, 2, 2],
+    "num_res_blocks": 1,
+    "temperal_downsample": [True, True],
+    "in_channels": 12,
+    "out_channels": 12,
+    "patch_size": 2,
+    "scale_factor_temporal": 4,
+    "scale_factor_spatial": 8,
+}
 CROP_FRAMES = 13
 KL_WEIGHT = 1e-5
 
@@ -117,7 +117,7 @@ def train_vae(run: Path, steps: int, batch: int = 4, size: int = 64, peak_rate: 
             torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
             optimizer.step()
             decay = min(0.995, (step + 1) / (step + 10))
-            for slow, fast in zip(average.parameters(), vae.parameters()):
+            for slow, fast in zip(average.parameters(), vae.parameters(), strict=True):
                 slow.lerp_(fast.detach(), 1 - decay)
             error = F.mse_loss(output.float().clamp(-1, 1), clip).item() / 4
             psnr = -10 * math.log10(max(error, 1e-9))
