@@ -1,0 +1,352 @@
+"""How long a kernel runs: its static schedule, walked the way the scalar unit walks it.
+
+A TPU kernel's control flow is decided by scalar instructions alone: grid counters and small tables in SMEM that
+arrive by scalar prefetch. Given those tables, this module executes just the scalar instructions on which a branch
+depends, counts how often every region runs, and adds up the regions' bundles. Nothing about the kernel has to be told
+or guessed: the same walk serves stock Splash and our own kernels.
+
+The sum is a lower bound for a chip: a bundle can wait for DMA or for instruction fetch, which a schedule does not
+show.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from torch_svg.schedule import Schedule, UnknownScheduleFormat
+
+_LABEL = re.compile(r"\s*\$region(\d+):")
+_INSTRUCTION = re.compile(r"\s*(?:(%\w+)\s*=\s*)([\w.]+)(.*)")
+_COMMENT = re.compile(r"/\*.*?\*/")
+_PREDICATE = re.compile(r"\((!?%p\w+)(?:, (%\w+))?\),?")
+_ADDRESS = re.compile(r"\[smem:\[(#\w+)(?: \+ ([^\]]+))?\]\]")
+_PREFETCHED = re.compile(r"(#allocation\d+) \[.*tag = 'prefetched SMEM operand (\d+)'")
+_TARGET = re.compile(r"region = (\d+)")
+_MOST_STEPS = 200_000_000
+
+_ARITHMETIC = {
+    "smov": "{0}",
+    "sadd": "wrap({0} + {1})",
+    "ssub": "wrap({0} - {1})",
+    "smul": "wrap({0} * {1})",
+    "sand": "({0} & {1})",
+    "sor": "({0} | {1})",
+    "sxor": "({0} ^ {1})",
+    "smin": "min({0}, {1})",
+    "smax": "max({0}, {1})",
+    "sshll": "wrap({0} << ({1} & 31))",
+    "sshra": "({0} >> ({1} & 31))",
+    "sshrl": "(({0} & 0xFFFFFFFF) >> ({1} & 31))",
+    "scalar_select": "({1} if {0} else {2})",
+    "pand": "({0} and {1})",
+    "por": "({0} or {1})",
+    "pnand": "(not ({0} and {1}))",
+    "pnor": "(not ({0} or {1}))",
+    "pxor": "(bool({0}) != bool({1}))",
+    "pmov": "{0}",
+    "pneg": "(not {0})",
+}
+_COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+
+
+class DataDependentBranch(RuntimeError):
+    """A branch hangs on values that a schedule does not hold: vector results, or tables that were not given."""
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What a kernel does in one call.
+
+    Args:
+        cycles: Bundles executed, static delays included.
+        counts: How often each region ran, by region number.
+        unit_cycles: Cycles that each unit needs at least, by unit (slot-cycles in use / slots).
+    """
+
+    cycles: int
+    counts: dict[int, int]
+    unit_cycles: dict[str, float]
+
+    def milliseconds(self, clock_ghz: float) -> float:
+        return self.cycles / clock_ghz / 1e6
+
+
+def walk(schedule: Schedule, scalars: Sequence[np.ndarray] = (), assume: dict[int, bool] | None = None) -> Walk:
+    """Executes a kernel's scalar control flow and adds up the bundles.
+
+    Args:
+        schedule: The kernel's schedule.
+        scalars: The scalar-prefetch operands in their order, with the values of the call to be predicted. Integer
+            arrays are read as they lie in SMEM; a float array may be given as None, no branch can read it.
+        assume: Region number of a branch -> whether it is taken, for branches that hang on data.
+
+    Raises:
+        DataDependentBranch: A branch hangs on data and is not in ``assume``.
+        UnknownScheduleFormat: The program has a form of branch that is not known.
+    """
+    program = _Program(schedule.program, scalars)
+    counts = program.run(assume or {})
+    cycles, units = 0, Counter()
+    for region in schedule.regions:
+        times = 1 if region.kind == "program" else counts.get(region.number, 0)
+        cycles += times * region.own_bundles
+        for unit, used in region.own_units.items():
+            units[unit] += times * used
+    executed = {region.number: counts.get(region.number, 0) for region in schedule.regions[1:]}
+    return Walk(cycles, executed, {unit: used / schedule.slots[unit] for unit, used in units.items()})
+
+
+@dataclass
+class _Instruction:
+    target: str | None
+    opcode: str
+    operands: list[str]
+    predicate: str | None
+    otherwise: str | None
+    address: tuple[str, list[str]] | None
+    jump: int | None
+
+
+def _parse(line):
+    match = _INSTRUCTION.match(line)
+    if not match or not (match[2][0] in "sp" or match[2].startswith("vpop")):
+        return None
+    rest = _COMMENT.sub("", match[3])
+    opcode = match[2]
+    jump = None
+    if opcode.startswith("sbr"):
+        found = _TARGET.search(rest)
+        if opcode != "sbr.rel" or not found:
+            raise UnknownScheduleFormat(f"a branch of an unknown form: {line.strip()[:120]}")
+        jump = int(found[1])
+        rest = rest.split("target")[0]
+    predicate = otherwise = None
+    if found := _PREDICATE.search(rest):
+        predicate, otherwise = found.groups()
+        rest = rest[: found.start()] + rest[found.end() :]
+    address = None
+    if found := _ADDRESS.search(rest):
+        address = found[1], [part.strip().lstrip("$") for part in (found[2] or "0").split("+")]
+        rest = rest[: found.start()] + rest[found.end() :]
+    operands = [part.strip() for part in rest.split(",") if part.strip()]
+    return _Instruction(match[1], opcode, operands, predicate, otherwise, address, jump)
+
+
+def _words(array):
+    """An array as the 32-bit words that it takes in SMEM: rows padded to 128 words, 8- and 16-bit elements packed."""
+    if array is None:
+        return None
+    array = np.asarray(array)
+    if array.dtype.kind == "f":
+        return None
+    if array.ndim > 1:
+        array = array.reshape(-1, array.shape[-1])
+        array = np.pad(array, ((0, 0), (0, -array.shape[1] % 128)))
+    flat = np.ascontiguousarray(array).reshape(-1)
+    flat = np.pad(flat, (0, -flat.size % (4 // flat.dtype.itemsize)))
+    return flat.view(np.int32).tolist()
+
+
+class _Program:
+    """The scalar instructions that decide branches, turned into one small Python function per basic block."""
+
+    def __init__(self, lines, scalars):
+        self.tables = {}
+        self.entries = []  # region number or _Instruction, in program order
+        for line in lines:
+            if match := _LABEL.match(line):
+                self.entries.append(int(match[1]))
+            elif match := _PREFETCHED.search(line):
+                index = int(match[2])
+                self.tables[match[1]] = _words(scalars[index]) if index < len(scalars) else None
+            elif (instruction := _parse(line)) is not None:
+                self.entries.append(instruction)
+        self.instructions = [entry for entry in self.entries if isinstance(entry, _Instruction)]
+        self._merge_phis()
+        self._find_unknown()
+        self._slice()
+
+    def _merge_phis(self):
+        """Conventional phis: a phi and its operands never interfere, so they share one variable."""
+        self.leader = {}
+
+        def find(name):
+            while self.leader.get(name, name) != name:
+                name = self.leader[name]
+            return name
+
+        for instruction in self.instructions:
+            if instruction.opcode == "sphi":
+                for operand in instruction.operands:
+                    self.leader[find(operand)] = find(instruction.target)
+        self.find = find
+
+    def _reads(self, instruction):
+        names = list(instruction.operands)
+        names += [name for name in (instruction.predicate, instruction.otherwise) if name]
+        names += instruction.address[1] if instruction.address else []
+        return {self.find(name.lstrip("!")) for name in names if name.lstrip("!").startswith("%")}
+
+    def _find_unknown(self):
+        """Names and SMEM allocations whose values this walk cannot know."""
+        stored = {i.address[0] for i in self.instructions if i.opcode == "sst" and i.address}
+        unknown = set()
+        defined = {self.find(i.target) for i in self.instructions if i.target}
+        changed = True
+        while changed:
+            changed = False
+            for instruction in self.instructions:
+                base = instruction.opcode.split(".")[0]
+                known = base in _ARITHMETIC or base in ("scmp", "sphi", "sbr", "sld", "sst")
+                if ".f32" in instruction.opcode or any("#" in operand for operand in instruction.operands):
+                    known = False
+                if base in ("sld", "sst"):
+                    place = instruction.address[0] if instruction.address else None
+                    readable = place == "#allocation0" or place in stored or self.tables.get(place) is not None
+                    known = known and place is not None and readable and place not in unknown
+                known = known and all(name in defined and name not in unknown for name in self._reads(instruction))
+                result = instruction.address[0] if base == "sst" and instruction.address else instruction.target
+                if known or result is None or base == "sbr":
+                    continue
+                result = result if base == "sst" else self.find(result)
+                if result not in unknown:
+                    unknown.add(result)
+                    changed = True
+        self.unknown = unknown
+
+    def _slice(self):
+        """Keeps the instructions that a branch depends on."""
+        needed, places = set(), set()
+        for instruction in self.instructions:
+            if instruction.opcode == "sbr.rel":
+                needed |= self._reads(instruction)
+        needed -= self.unknown
+        kept, size = set(), -1
+        while size != len(kept):
+            size = len(kept)
+            for index, instruction in enumerate(self.instructions):
+                base = instruction.opcode.split(".")[0]
+                wanted = self.find(instruction.target) in needed if base != "sst" else (
+                    instruction.address is not None and instruction.address[0] in places
+                )
+                if not wanted or index in kept or base == "sbr":
+                    continue
+                kept.add(index)
+                needed |= self._reads(instruction)
+                if base == "sld":
+                    places.add(instruction.address[0])
+        self.kept = {id(self.instructions[index]) for index in kept}
+
+    def _variable(self, name):
+        if name.startswith("!"):
+            return f"(not {self._variable(name[1:])})"
+        if not name.startswith("%"):
+            return str(int(name, 0))
+        return f"r[{self.registers.setdefault(self.find(name), len(self.registers))}]"
+
+    def _source(self, instruction):
+        base, _, kind = instruction.opcode.partition(".")
+        if base == "sphi":
+            return None
+        values = [self._variable(operand) for operand in instruction.operands]
+        place = None
+        if instruction.address:
+            place = instruction.address[0], " + ".join(self._variable(part) for part in instruction.address[1])
+        if base == "sst":
+            statement = f"m[{place[0]!r}, {place[1]}] = {values[-1]}"
+        else:
+            if base == "sld":
+                table = self.tables.get(place[0]) is not None
+                value = f"look(t[{place[0]!r}], {place[1]})" if table else f"m.get(({place[0]!r}, {place[1]}), 0)"
+            elif base == "scmp":
+                comparison, sign = kind.split(".")[:2]
+                if sign.startswith("u"):
+                    values = [f"({value} & 0xFFFFFFFF)" for value in values]
+                value = f"({values[0]} {_COMPARE[comparison]} {values[1]})"
+            else:
+                value = _ARITHMETIC[base].format(*values)
+            if instruction.otherwise:
+                condition = self._variable(instruction.predicate)
+                return f"{self._variable(instruction.target)} = {value} if {condition} else " + self._variable(
+                    instruction.otherwise
+                )
+            statement = f"{self._variable(instruction.target)} = {value}"
+        if instruction.predicate and self.find(instruction.predicate.lstrip("!")) not in self.unknown:
+            return f"if {self._variable(instruction.predicate)}: {statement}"
+        return statement
+
+    def run(self, assume):
+        """{region number: times entered}."""
+        self.registers = {}
+        starts, blocks = {}, [[]]
+        for entry in self.entries:
+            if isinstance(entry, int):
+                if blocks[-1]:
+                    blocks.append([])
+                starts[entry] = len(blocks) - 1
+            else:
+                blocks[-1].append(entry)
+                if entry.opcode == "sbr.rel":
+                    blocks.append([])
+        source = []
+        for index, block in enumerate(blocks):
+            lines = []
+            after = str(index + 1)
+            for instruction in block:
+                if instruction.opcode != "sbr.rel":
+                    if id(instruction) in self.kept and (line := self._source(instruction)):
+                        lines.append(line)
+                    continue
+                goal = starts[instruction.jump]
+                after = self._branch(instruction, goal, index + 1, blocks, starts, assume)
+            body = "".join(f"    {line}\n" for line in lines)
+            source.append(f"def block{index}(r, m, t):\n{body}    return {after}\n")
+        names = {"wrap": _wrap, "look": _look, "stop": _stop}
+        exec(compile("\n".join(source), "<scalar program>", "exec"), names)
+        functions = [names[f"block{index}"] for index in range(len(blocks))]
+        entered = self._execute(functions)
+        return {region: entered[block] for region, block in starts.items() if block < len(blocks)}
+
+    def _branch(self, instruction, goal, following, blocks, starts, assume):
+        condition = instruction.predicate or (instruction.operands[0] if instruction.operands else None)
+        if condition is None:
+            return str(goal)
+        if self.find(condition.lstrip("!")) not in self.unknown:
+            return f"{goal} if {self._variable(condition)} else {following}"
+        skipped = next((region for region, block in starts.items() if block == following), None)
+        if skipped in assume:
+            return str(following if assume[skipped] else goal)
+        return f"stop({skipped})"
+
+    def _execute(self, functions):
+        registers, memory = [0] * (len(self.registers) + 1), {}
+        entered = [0] * (len(functions) + 1)
+        block, steps, end = 0, 0, len(functions)
+        while block < end:
+            entered[block] += 1
+            block = functions[block](registers, memory, self.tables)
+            steps += 1
+            if steps > _MOST_STEPS:
+                raise UnknownScheduleFormat("the walk does not end: the program was not understood")
+        return entered
+
+
+def _wrap(value):
+    return ((value + 0x80000000) & 0xFFFFFFFF) - 0x80000000
+
+
+def _look(table, index):
+    # a speculated load may point outside: its value is never used
+    return table[index] if 0 <= index < len(table) else 0
+
+
+def _stop(region):
+    raise DataDependentBranch(
+        f"whether region {region} runs depends on data that the schedule does not hold: give the scalar-prefetch "
+        f"operands, or say assume={{{region}: True}} or False"
+    )
