@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
-# e.g. PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" saves the CUDA libraries that torch brings along
+# e.g. PIP_FLAGS="--index-url ..." for a CPU build of torch, which leaves the CUDA libraries out
 PIP_FLAGS ?=
 # a TPU belongs to one process at a time, so tests run side by side only where there is none
 TPU := $(wildcard /dev/accel* /dev/vfio/[0-9]*)

@@ -85,6 +85,11 @@ def sparse_video_attention(
         ValueError: Shapes, the plan and the implementation do not fit each other.
     """
     _check_inputs(query, key, value, kinds, plan)
+    implementation = choose_implementation(query.device, implementation)
+    scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
+    if implementation == "reference" and _needs_gradient(query, key, value):
+        # plain torch operations have gradients, the custom op has none
+        return reference_attention(query, key, value, kinds, text_lengths, plan=plan, scale=scale)
     return torch.ops.torch_svg.sparse_attention(
         query,
         key,
@@ -92,8 +97,8 @@ def sparse_video_attention(
         kinds.to(torch.int32),
         None if text_lengths is None else text_lengths.to(torch.int32),
         plan_name(plan),
-        float(query.shape[-1] ** -0.5 if scale is None else scale),
-        choose_implementation(query.device, implementation),
+        scale,
+        implementation,
     )
 
 
@@ -141,6 +146,10 @@ def plan_name(plan: Plan) -> str:
     name = repr(plan)
     _PLANS.setdefault(name, plan)
     return name
+
+
+def _needs_gradient(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _check_inputs(query, key, value, kinds, plan):

@@ -1,0 +1,35 @@
+"""Wan 2.1 and 2.2: text, image, first-last-frame and expanded-timestep (TI2V-5B) conditioning."""
+
+from ..config import Preset
+from ..grid import TokenGrid
+from .base import Family, rotate_pairs
+
+_SVG_SCRIPTS = "Sparse-VideoGen's Wan scripts: sparsity 0.30, 3 % of the layers and 20 % of the steps dense (35 % for I2V)"
+
+
+def _grid(transformer, inputs) -> TokenGrid:
+    frames, height, width = inputs["hidden_states"].shape[2:]
+    patch_frames, patch_height, patch_width = transformer.config.patch_size
+    return TokenGrid(frames // patch_frames, height // patch_height, width // patch_width)
+
+
+def _preset(transformer, grid) -> Preset:
+    image_conditioned = getattr(transformer.config, "image_dim", None) is not None
+    return Preset(
+        density=0.3, warmup_steps=0.35 if image_conditioned else 0.2, dense_layers=0.03, source=_SVG_SCRIPTS
+    )
+
+
+def _apply_rotary(x, rotary):
+    return rotate_pairs(x, *rotary)
+
+
+WAN = Family(
+    name="wan",
+    transformers=("WanTransformer3DModel", "WanVACETransformer3DModel"),
+    video_attention=r"(vace_)?blocks\.\d+\.attn1",
+    grid=_grid,
+    preset=_preset,
+    rotary_argument="rotary_emb",
+    apply_rotary=_apply_rotary,
+)

@@ -1,0 +1,229 @@
+"""The processor that a user sets."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+
+import torch
+
+from . import attention, interception
+from .binding import Binding, ForwardState, Layer, StepCounter
+from .callsite import running_forward
+from .config import SparseVideoConfig
+from .families import family_of
+from .pattern import pair_density
+try:
+    from .pattern import tile_density
+except ImportError:
+    tile_density = lambda plan, kind: 1.0
+from .report import RunRecord, RunReport
+from .routing import choose_kinds, probe_errors, sample_rows
+
+DENSE_KIND = 2
+
+
+class SparseVideoAttnProcessor:
+    """Sparse VideoGen attention for a diffusers video transformer.
+
+    Wraps the model's own processors: projections, norms, image keys, LoRA and output stay theirs, only the attention
+    core of the video self-attention is replaced. Cross-attention and everything else stay exact; on an XLA device
+    they run on a kernel that never holds a tokens x tokens matrix.
+
+    The same object may be set on both transformers of a two-expert pipeline; it then counts denoising steps over
+    both.
+
+    Args:
+        config: What to compute. Default: ``SparseVideoConfig()``, which follows the model and the clip's size.
+
+    Example:
+        >>> import torch
+        >>> from torch_svg import SparseVideoAttnProcessor, SparseVideoConfig
+        >>> from torch_svg.testing import random_tiny_wan_pipeline
+        >>> pipe = random_tiny_wan_pipeline()
+        >>> processor = SparseVideoAttnProcessor(SparseVideoConfig(density=0.5, warmup_steps=1, dense_layers=0))
+        >>> pipe.transformer.set_attn_processor(processor)
+        >>> video = pipe("a red ball", height=32, width=32, num_frames=9, num_inference_steps=2).frames
+        >>> processor.report().dense_steps
+        [0]
+    """
+
+    def __init__(self, config: SparseVideoConfig | None = None):
+        if config is not None and not isinstance(config, SparseVideoConfig):
+            raise ValueError(f"config must be a SparseVideoConfig or None, got {type(config).__name__}")
+        self.config = config or SparseVideoConfig()
+        self.counter = StepCounter()
+        self.record = RunRecord()
+        self._bindings: list[Binding] = []
+        self._layers: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Binding, Layer]] = weakref.WeakKeyDictionary()
+        self._backend = None
+
+    def __deepcopy__(self, memo):
+        # a copied transformer binds its copy of the processor on its first forward
+        return type(self)(self.config)
+
+    def __call__(self, attn, hidden_states, *args, **kwargs):
+        binding, layer = self._layers.get(attn) or self._bind_running(attn)
+        state = binding.state
+        if layer.video_index is None:
+            return self._run_other(layer, attn, hidden_states, *args, **kwargs)
+        if state.dense_reason is not None:
+            self.record.fallbacks[state.dense_reason] += 1
+            return self._run_other(layer, attn, hidden_states, *args, **kwargs)
+        rotary = None
+        family = binding.family
+        if family.rotary_argument is not None and hidden_states.device.type == "xla":
+            args, kwargs, rotary = _take_argument(layer.processor, family.rotary_argument, hidden_states, args, kwargs)
+
+        def core(query, key, value, mask, scale):
+            if mask is not None:
+                raise NotImplementedError(
+                    f"{layer.path} got an attention mask of shape {tuple(mask.shape)}, which sparse video attention "
+                    f"of the {family.name} family does not serve; expected none"
+                )
+            if rotary is not None:
+                query, key = family.apply_rotary(query, rotary), family.apply_rotary(key, rotary)
+            return self._sparse_core(state, layer, query, key, value, scale)
+
+        with interception.intercept_core(layer.processor, core):
+            return layer.processor(attn, hidden_states, *args, **kwargs)
+
+    def report(self) -> RunReport:
+        """What the last generation computed (fetches it from the device)."""
+        plan = self.record.plan
+        densities = [1.0] * 3 if plan is None else [pair_density(p, plan.grid) for p in plan.patterns]
+        tiles = [1.0] * 3 if plan is None else [tile_density(plan, kind) for kind in range(len(plan.patterns))]
+        return self.record.report(densities, tiles)
+
+    def reset(self) -> None:
+        """Starts a new generation: steps count from zero, the record is empty. Needed only when a transformer is
+        called in a loop of your own; inside a pipeline it happens by itself."""
+        self.counter.reset()
+        self.record.start_generation()
+
+    def bind(self, transformer, wrapped: dict[str, object] | None = None) -> Binding:
+        """Ties this processor to a transformer in whose modules it is set (done by itself on the first forward).
+
+        Args:
+            transformer: A transformer of a served family.
+            wrapped: Module path -> the processor that stood there before.
+
+        Raises:
+            NotImplementedError: The transformer is not served. Its modules have their default processors again.
+        """
+        try:
+            binding = Binding(transformer, family_of(transformer), self, wrapped)
+        except NotImplementedError:
+            _restore_defaults(transformer, self)
+            raise
+        self._bindings.append(binding)
+        for module, layer in binding.layers.items():
+            self._layers[module] = (binding, layer)
+        return binding
+
+    def release(self, transformer) -> None:
+        """Gives a transformer's modules the processors that they had before this one."""
+        for binding in list(self._bindings):
+            if binding.transformer is transformer:
+                self.forget(binding)
+                binding.release()
+                return
+        _restore_defaults(transformer, self)
+
+    def forget(self, binding: Binding) -> None:
+        """Drops a binding (its transformer no longer uses this processor)."""
+        self._bindings = [other for other in self._bindings if other is not binding]
+        for module in binding.layers:
+            self._layers.pop(module, None)
+
+    # diffusers writes these two on whatever processor a module holds
+    @property
+    def _attention_backend(self):
+        return self._backend
+
+    @_attention_backend.setter
+    def _attention_backend(self, backend):
+        self._backend = backend
+
+    @property
+    def _parallel_config(self):
+        return None
+
+    @_parallel_config.setter
+    def _parallel_config(self, parallel_config):
+        if parallel_config is not None:
+            raise NotImplementedError(interception.PARALLEL_CONFIG_MESSAGE)
+
+    def _bind_running(self, attn) -> tuple[Binding, Layer]:
+        forward = running_forward()
+        if forward is None:
+            raise ValueError(
+                f"{type(attn).__name__} was called outside a diffusers transformer's forward, so the video's shape is "
+                "not known: call the transformer itself"
+            )
+        for binding in self._bindings:
+            if binding.transformer is forward.model:
+                self._layers[attn] = (binding, binding.adopt(attn))
+                if binding.state is None:
+                    binding.begin_forward(forward.model, forward.args, forward.kwargs)
+                return self._layers[attn]
+        binding = self.bind(forward.model)
+        if attn not in binding.layers:
+            raise NotImplementedError(f"{type(attn).__name__} is not a module of {type(forward.model).__name__}")
+        binding.begin_forward(forward.model, forward.args, forward.kwargs)
+        return self._layers[attn]
+
+    def _run_other(self, layer: Layer, attn, hidden_states, *args, **kwargs):
+        """Attention that is not sparse: as it was, and in linear memory where the device has no such kernel."""
+        processor = layer.processor
+        if hidden_states.device.type != "xla":
+            if self._backend is not None and hasattr(type(processor), "_attention_backend"):
+                processor._attention_backend = self._backend
+            return processor(attn, hidden_states, *args, **kwargs)
+
+        def core(query, key, value, mask, scale):
+            if mask is not None:
+                raise NotImplementedError(
+                    f"{layer.path} got an attention mask of shape {tuple(mask.shape)}; masks are not served here yet"
+                )
+            return attention.dense_attention(query, key, value, scale=scale)
+
+        with interception.intercept_core(processor, core):
+            return processor(attn, hidden_states, *args, **kwargs)
+
+    def _sparse_core(self, state: ForwardState, layer: Layer, query, key, value, scale):
+        plan = state.plan
+        plan.grid.check_tokens(query.shape[1])
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        implementation = attention.choose_implementation(query.device, self.config.implementation)
+        rows = sample_rows(plan.grid, self.config.sampled_rows)
+        errors = probe_errors(query, key, value, plan=plan, rows=rows, scale=scale)
+        kinds = choose_kinds(errors, plan)
+        # dense steps and layers are data, so that one compiled graph serves the whole generation
+        kinds = torch.where(state.dense_flags[layer.video_index], torch.full_like(kinds, DENSE_KIND), kinds)
+        self.record.implementation = implementation
+        self.record.layer(layer.video_index, kinds, errors)
+        return attention.sparse_video_attention(
+            query, key, value, kinds, plan=plan, scale=scale, implementation=implementation
+        )
+
+
+def _take_argument(processor, name: str, hidden_states, args, kwargs):
+    """Removes one argument from a processor's call; returns the arguments without it, and its value."""
+    parameters = list(inspect.signature(type(processor).__call__).parameters)
+    # the first three are self, attn and hidden_states
+    place = parameters.index(name) - 3
+    if place < len(args):
+        value = args[place]
+        args = (*args[:place], None, *args[place + 1 :])
+    else:
+        value = kwargs.pop(name, None)
+    return args, kwargs, value
+
+
+def _restore_defaults(transformer, processor) -> None:
+    for module in transformer.modules():
+        if getattr(module, "processor", None) is processor:
+            default = getattr(module, "_default_processor_cls", None)
+            if default is not None:
+                module.set_processor(default())

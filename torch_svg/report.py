@@ -1,0 +1,186 @@
+"""What really happened in a generation: head kinds by step and layer, densities, dense steps and fallbacks.
+
+Recording keeps small device tensors and fetches nothing: the host reads them once, in ``RunRecord.report``, after the
+last step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+KIND_NAMES = ("spatial", "temporal", "dense")
+KIND_COLOURS = ("#4c78a8", "#f2a93b", "#c9c9c9")
+
+# forwards kept of one generation; a longer run keeps its last ones
+MAX_FORWARDS = 2048
+
+
+@dataclass
+class ForwardRecord:
+    """One forward of the transformer: where it stands, and each video layer's kinds and probe errors."""
+
+    step: int
+    call: int
+    kinds: dict[int, torch.Tensor] = field(default_factory=dict)
+    errors: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class RunReport:
+    """What a generation computed.
+
+    Attributes:
+        implementation: The implementation that ran, or None when nothing sparse ran.
+        grid: (frames, height, width) in tokens.
+        pair_density: Share of the video query-key pairs computed, over all heads, layers and steps (dense ones
+            included).
+        sparse_pair_density: The same over the sparse calls alone.
+        tile_density: Share of the video pairs that the work table's tiles cover, over all calls.
+        kinds: (forwards, layers, heads) int, -1 where a layer has none; the heads of a batch stand side by side.
+        steps: (forwards,) the denoising step of every forward.
+        head_kinds: Number of heads of each kind, over forwards and layers.
+        dense_steps: Steps that were dense by the warm-up rule.
+        dense_layers: Layers that were dense by rule.
+        probe_errors: (forwards, layers, 2) median over heads of the probe's error, best and worst pattern; NaN where
+            there is none.
+        fallbacks: Reason -> number of attention calls that ran dense for it.
+    """
+
+    implementation: str | None
+    grid: tuple[int, int, int] | None
+    pair_density: float
+    sparse_pair_density: float
+    tile_density: float
+    kinds: np.ndarray
+    steps: np.ndarray
+    head_kinds: dict[str, int]
+    dense_steps: list[int]
+    dense_layers: list[int]
+    probe_errors: np.ndarray
+    fallbacks: dict[str, int]
+
+    def to_dict(self) -> dict:
+        """Plain JSON types; arrays become lists."""
+        fields = asdict(self)
+        for name, value in fields.items():
+            if isinstance(value, np.ndarray):
+                fields[name] = np.where(np.isnan(value), None, value).tolist() if value.dtype.kind == "f" else value.tolist()
+        return fields
+
+    def save(self, folder) -> None:
+        """Writes ``report.json`` and ``routing.png`` into a folder (made if missing)."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "report.json").write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+        self.save_routing_map(folder / "routing.png")
+
+    def save_routing_map(self, path) -> None:
+        """Draws the kind of every head, layers downwards with their heads, forwards to the right, in three colours."""
+        from matplotlib.colors import BoundaryNorm, ListedColormap
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+
+        forwards, layers, heads = self.kinds.shape
+        image = self.kinds.transpose(1, 2, 0).reshape(layers * heads, forwards)
+        figure = Figure(figsize=(max(6.0, 1.8 + 0.28 * forwards), max(3.0, 1.2 + 0.16 * layers * heads)), dpi=110)
+        axes = figure.add_subplot()
+        colours = ListedColormap(("#ffffff", *KIND_COLOURS))
+        axes.imshow(image, cmap=colours, norm=BoundaryNorm([-1.5, -0.5, 0.5, 1.5, 2.5], 4), aspect="auto")
+        for layer in range(1, layers):
+            axes.axhline(layer * heads - 0.5, color="black", linewidth=0.8)
+        axes.set_yticks([layer * heads + (heads - 1) / 2 for layer in range(layers)], [f"{i}" for i in range(layers)])
+        ticks = np.linspace(0, forwards - 1, min(forwards, 12)).round().astype(int)
+        axes.set_xticks(ticks, [str(self.steps[i]) for i in ticks])
+        axes.set_xlabel("denoising step (a column for each guidance branch)")
+        axes.set_ylabel("layer (a row for each head)")
+        axes.set_title(f"head kinds, pair density {self.pair_density:.2f}")
+        legend = [Patch(color=colour, label=name) for name, colour in zip(KIND_NAMES, KIND_COLOURS, strict=True)]
+        axes.legend(handles=legend, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+        figure.savefig(path, bbox_inches="tight")
+
+
+class RunRecord:
+    """Collects one generation; ``start_generation`` forgets the one before."""
+
+    def __init__(self):
+        self.start_generation()
+
+    def start_generation(self) -> None:
+        self.forwards: list[ForwardRecord] = []
+        self.fallbacks: Counter[str] = Counter()
+        self.dense_steps: set[int] = set()
+        self.dense_layers: set[int] = set()
+        self.implementation: str | None = None
+        self.plan = None
+
+    def start_forward(self, step: int) -> None:
+        call = self.forwards[-1].call + 1 if self.forwards and self.forwards[-1].step == step else 0
+        self.forwards.append(ForwardRecord(step, call))
+        del self.forwards[:-MAX_FORWARDS]
+
+    def layer(self, index: int, kinds: torch.Tensor, errors: torch.Tensor) -> None:
+        forward = self.forwards[-1]
+        forward.kinds[index] = kinds.detach()
+        forward.errors[index] = errors.detach()
+
+    def report(self, densities, tile_densities) -> RunReport:
+        """Fetches what was recorded.
+
+        Args:
+            densities: Pair density of every head kind of the plan.
+            tile_densities: Tile density of every head kind.
+        """
+        layers = 1 + max((i for f in self.forwards for i in f.kinds), default=-1)
+        heads = max((k.numel() for f in self.forwards for k in f.kinds.values()), default=0)
+        kinds = np.full((len(self.forwards), layers, heads), -1, dtype=np.int8)
+        errors = np.full((len(self.forwards), layers, 2), np.nan, dtype=np.float32)
+        fetched = _fetch(self.forwards)
+        for row, (kinds_by_layer, errors_by_layer) in enumerate(fetched):
+            for layer, values in kinds_by_layer.items():
+                kinds[row, layer, : values.size] = values.reshape(-1)
+            for layer, values in errors_by_layer.items():
+                sparse = values.reshape(-1, values.shape[-1])[:, :2]
+                errors[row, layer] = np.median(sparse.min(1)), np.median(sparse.max(1))
+        present = kinds[kinds >= 0]
+        counts = [int((present == kind).sum()) for kind in range(len(KIND_NAMES))]
+        sparse_counts = [0 if density >= 1 else count for count, density in zip(counts, densities, strict=True)]
+        return RunReport(
+            implementation=self.implementation,
+            grid=None if self.plan is None else (self.plan.grid.frames, self.plan.grid.height, self.plan.grid.width),
+            pair_density=_weighted(counts, densities),
+            sparse_pair_density=_weighted(sparse_counts, densities),
+            tile_density=_weighted(counts, tile_densities),
+            kinds=kinds,
+            steps=np.array([forward.step for forward in self.forwards], dtype=np.int32),
+            head_kinds=dict(zip(KIND_NAMES, counts, strict=True)),
+            dense_steps=sorted(self.dense_steps),
+            dense_layers=sorted(self.dense_layers),
+            probe_errors=errors,
+            fallbacks=dict(self.fallbacks),
+        )
+
+
+def _weighted(counts, densities) -> float:
+    total = sum(counts)
+    return float(sum(c * d for c, d in zip(counts, densities, strict=True)) / total) if total else 1.0
+
+
+def _fetch(forwards):
+    """Every recorded tensor as numpy, in two transfers: one for all kinds, one for all errors."""
+    parts = []
+    for attribute, dtype in (("kinds", np.int32), ("errors", np.float32)):
+        tensors = [t for forward in forwards for t in getattr(forward, attribute).values()]
+        flat = torch.cat([t.reshape(-1) for t in tensors]).cpu().numpy() if tensors else np.empty(0, dtype)
+        parts.append(iter(np.split(flat, np.cumsum([t.numel() for t in tensors])[:-1]) if tensors else []))
+    fetched = []
+    for forward in forwards:
+        kinds = {i: next(parts[0]).reshape(tuple(t.shape)) for i, t in forward.kinds.items()}
+        errors = {i: next(parts[1]).reshape(tuple(t.shape)) for i, t in forward.errors.items()}
+        fetched.append((kinds, errors))
+    return fetched
