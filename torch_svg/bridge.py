@@ -1,11 +1,11 @@
 """JAX functions on torch_xla tensors.
 
-A JAX function (a Pallas kernel with the ops around it) is traced and lowered once per shape, its HLO becomes a torch_xla
-computation, and every later call only appends that computation to the lazy graph. torchax is not used: importing it
-changes torch for the whole process.
+A JAX function (a Pallas kernel with the ops around it) is traced and lowered once per shape, its HLO becomes a
+torch_xla computation, and every later call only appends that computation to the lazy graph. torchax is not used:
+importing it changes torch for the whole process.
 
-Neither torch_xla nor jax is imported before the first use. torch_xla comes first, since the TPU belongs to whoever opens
-it first; jax only traces here and never opens a device.
+Neither torch_xla nor jax is imported before the first use. torch_xla comes first, since the TPU belongs to whoever
+opens it first; jax only traces here and never opens a device.
 """
 
 import base64
@@ -157,8 +157,8 @@ def platform():
 def lowering_for(name):
     """Within this context `call` lowers for the named platform, whatever device is there.
 
-    With "tpu" on a machine without one, the lazy graph holds the real Mosaic kernels. It cannot run there, but it can be
-    compiled ahead of time.
+    With "tpu" on a machine without one, the lazy graph holds the real Mosaic kernels. It cannot run there, but it can
+    be compiled ahead of time.
     """
     if name not in ("tpu", "cpu"):
         raise ValueError(f'platform must be "tpu" or "cpu", got {name!r}')
@@ -214,7 +214,9 @@ def _aval(jax, tensor, index):
     dtype = _JAX_DTYPES.get(tensor.dtype)
     if dtype is None:
         served = ", ".join(_JAX_DTYPES.values())
-        raise ValueError(f"argument {index} has dtype {tensor.dtype}, expected one of {served}: cast it before the call")
+        raise ValueError(
+            f"argument {index} has dtype {tensor.dtype}, expected one of {served}: cast it before the call"
+        )
     return jax.ShapeDtypeStruct(tuple(tensor.shape), dtype)
 
 
