@@ -18,6 +18,7 @@ import re
 import sys
 import threading
 from contextvars import ContextVar
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -191,6 +192,47 @@ def installed_version(package):
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def versions():
+    """Installed version of every package that has to fit the others, None where it is missing."""
+    return {package: installed_version(package) for package in (*TESTED_VERSIONS, "diffusers", "transformers")}
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Counts of torch_xla since the process started.
+
+    Attributes:
+        compiles: Graphs compiled.
+        executions: Graphs executed.
+        host_reads: Tensors read from the device.
+        fallbacks: Operations that ran on the host for lack of a lowering -> how often.
+    """
+
+    compiles: int
+    executions: int
+    host_reads: int
+    fallbacks: dict[str, int]
+
+
+def metrics():
+    """torch_xla's own counters, as `Metrics`; take the difference of two."""
+    _import_torch_xla()
+    debug = importlib.import_module("torch_xla.debug.metrics")
+
+    def count(name):
+        data = debug.metric_data(name)
+        return 0 if data is None else data[0]
+
+    return Metrics(
+        compiles=count("CompileTime"),
+        executions=count("ExecuteTime"),
+        host_reads=count("TransferFromDeviceTime"),
+        fallbacks={
+            name: debug.counter_value(name) for name in debug.counter_names() if name.startswith("aten::")
+        },
+    )
 
 
 def _build(function, tensors, platform_name, static):
