@@ -25,7 +25,7 @@ OVERLAY_DUMP = "overlay-graph.txt"
 # the dumps above are a thousandth of what libtpu would write without this filter
 DUMP_FILTER = ".*(post-delay-converter|pre-delay_hlo-static|overlay-graph).*"
 
-_DUMP_NAME = re.compile(r"(?P<stamp>\d+)-(?P<kernel>.*)-\d+-(?P<what>[a-z].*)")
+_HEADER = re.compile(r"^\$region0: #\{(.*)\}$", re.MULTILINE)
 _REGION = re.compile(r"\s*\$region(\d+): #\{.*?\}(?: parent=(\d+))?(?: // (\w+))?")
 _RANGE = re.compile(r"\s*// region range: \[(\d+), (\d+)\)")
 _VMEM = re.compile(r"#allocation\w+ \[shape = .*space=vmem, size = (0x[0-9a-f]+|\d+), offset = (0x[0-9a-f]+|\d+)")
@@ -127,16 +127,16 @@ def read_schedules(folder: Path, kernels: list[str]) -> dict[str, Schedule]:
     Raises:
         UnknownScheduleFormat: No dump for any of the kernels, or a dump that this reader does not know.
     """
-    found: dict[str, dict[str, Path]] = {}
-    for path in sorted(folder.iterdir()):
-        match = _DUMP_NAME.fullmatch(path.name)
-        if match:
-            found.setdefault(match["kernel"], {})[match["what"]] = path
     schedules = {}
-    for kernel in kernels:
-        dumps = found.get(re.sub(r"[^\w.\-]", "_", kernel), {})
-        if PROGRAM_DUMP in dumps and UNITS_DUMP in dumps:
-            schedules[kernel] = read_schedule(kernel, dumps[PROGRAM_DUMP].read_text(), dumps[UNITS_DUMP].read_text())
+    for path in sorted(folder.glob(f"*{PROGRAM_DUMP}")):
+        text = path.read_text()
+        header = _HEADER.search(text)
+        if header and header[1] in kernels:
+            # long kernel names are cut in file names, each file in its own way; the time stamp is the kernel's
+            stamp = path.name.split("-", 1)[0]
+            units = list(folder.glob(f"{stamp}-*{UNITS_DUMP}"))
+            if len(units) == 1:
+                schedules[header[1]] = read_schedule(header[1], text, units[0].read_text())
     if kernels and not schedules:
         raise UnknownScheduleFormat(
             f"libtpu compiled {kernels} but wrote no schedule for them that this reader knows (files: "

@@ -25,7 +25,7 @@ _INSTRUCTION = re.compile(r"\s*(?:(%\w+)\s*=\s*)([\w.]+)(.*)")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _PREDICATE = re.compile(r"\((!?%p\w+)(?:, (%\w+))?\),?")
 _ADDRESS = re.compile(r"\[smem:\[(#\w+)(?: \+ ([^\]]+))?\]\]")
-_PREFETCHED = re.compile(r"(#allocation\d+) \[.*tag = 'prefetched SMEM operand (\d+)'")
+_PREFETCHED = re.compile(r"(#allocation\d+) \[.*size = (\w+), .*tag = 'prefetched SMEM operand (\d+)'")
 _TARGET = re.compile(r"region = (\d+)")
 _MOST_STEPS = 200_000_000
 
@@ -137,19 +137,26 @@ def _parse(line):
     return _Instruction(match[1], opcode, operands, predicate, otherwise, address, jump)
 
 
-def _words(array):
-    """An array as the 32-bit words that it takes in SMEM: rows padded to 128 words, 8- and 16-bit elements packed."""
-    if array is None:
+def _words(array, allocated_bytes):
+    """An integer array as the 32-bit words that it takes in SMEM; None where the layout is not known.
+
+    One-dimensional 32-bit arrays lie as they are. Of others the last two dimensions are cut into tiles of 8 x 128, and
+    narrow elements of neighbouring rows share a word.
+    """
+    if array is None or np.asarray(array).dtype.kind not in "iu":
         return None
     array = np.asarray(array)
-    if array.dtype.kind == "f":
+    packed = 4 // array.dtype.itemsize
+    if array.ndim == 1:
+        return array.view(np.int32).tolist() if packed == 1 and array.nbytes <= allocated_bytes else None
+    planes = array.reshape(-1, *array.shape[-2:])
+    rows = max(packed, min(8, 1 << (planes.shape[1] - 1).bit_length()))
+    planes = np.pad(planes, ((0, 0), (0, -planes.shape[1] % rows), (0, -planes.shape[2] % 128)))
+    if planes.nbytes != allocated_bytes:
         return None
-    if array.ndim > 1:
-        array = array.reshape(-1, array.shape[-1])
-        array = np.pad(array, ((0, 0), (0, -array.shape[1] % 128)))
-    flat = np.ascontiguousarray(array).reshape(-1)
-    flat = np.pad(flat, (0, -flat.size % (4 // flat.dtype.itemsize)))
-    return flat.view(np.int32).tolist()
+    tiles = planes.reshape(len(planes), -1, rows // packed, packed, planes.shape[2] // 128, 128)
+    ordered = np.ascontiguousarray(tiles.transpose(0, 1, 4, 2, 5, 3))
+    return ordered.reshape(-1).view(np.int32).tolist()
 
 
 class _Program:
@@ -162,8 +169,9 @@ class _Program:
             if match := _LABEL.match(line):
                 self.entries.append(int(match[1]))
             elif match := _PREFETCHED.search(line):
-                index = int(match[2])
-                self.tables[match[1]] = _words(scalars[index]) if index < len(scalars) else None
+                index = int(match[3])
+                given = scalars[index] if index < len(scalars) else None
+                self.tables[match[1]] = _words(given, int(match[2], 0))
             elif (instruction := _parse(line)) is not None:
                 self.entries.append(instruction)
         self.instructions = [entry for entry in self.entries if isinstance(entry, _Instruction)]
