@@ -13,6 +13,8 @@ if not HAS_TPU:
     # libtpu is installed for ahead-of-time compiles: several at once, and no metadata server to ask
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+# two workers share two cores, and every model here is tiny
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # nothing in the tests comes from a hub
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
