@@ -158,13 +158,13 @@ class Compiled:
             raise ValueError(f"got {name=!r}, which fits {len(found)} of the kernels {names}, expected exactly one")
         return found[0]
 
-    def predict(self, scalars: Sequence = (), assume: dict[int, bool] | None = None) -> Prediction:
+    def predict(self, scalars: Sequence | dict = (), assume: bool | dict[int, bool] | None = None) -> Prediction:
         """Predicts the time of one call: every kernel's walk plus XLA's estimates for the rest.
 
         Args:
             scalars: Scalar-prefetch operands of the kernel, as `schedule_walk.walk` takes them; for several kernels a
                 dict from a part of the kernel's name to its operands.
-            assume: Branches that hang on data, by region number.
+            assume: Whether branches that hang on data are taken, as `schedule_walk.walk` has it.
 
         Raises:
             ValueError: Compiled without ``schedule=True``, or a kernel without a schedule.

@@ -111,9 +111,7 @@ class Overlays:
 
 def dump_flags(folder: Path) -> str:
     """LIBTPU_INIT_ARGS that make libtpu write the dumps into ``folder``. They count only before libtpu is loaded."""
-    return (
-        f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={DUMP_FILTER}"
-    )
+    return f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={DUMP_FILTER}"
 
 
 def read_schedules(folder: Path, kernels: list[str]) -> dict[str, Schedule]:
@@ -230,9 +228,15 @@ def _spans(lines):
         elif kind == "loop_header_branch":
             loop, begin = open_loops.pop()
             spans.append((loop, "loop", begin, end, None))
-        elif kind not in ("block", "pred_check", "loop_pre_header", "loop_footer", "loop_footer_branch",
-        "loop_header",
-                          "loop_exit"):
+        elif kind not in (
+            "block",
+            "pred_check",
+            "loop_pre_header",
+            "loop_footer",
+            "loop_footer_branch",
+            "loop_header",
+            "loop_exit",
+        ):
             raise UnknownScheduleFormat(f"region {number} is of an unknown kind: {kind}")
     if open_branches or open_loops:
         raise UnknownScheduleFormat("a branch or loop of the program dump has no end")

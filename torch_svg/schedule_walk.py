@@ -76,21 +76,22 @@ class Walk:
         return self.cycles / clock_ghz / 1e6
 
 
-def walk(schedule: Schedule, scalars: Sequence[np.ndarray] = (), assume: dict[int, bool] | None = None) -> Walk:
+def walk(schedule: Schedule, scalars: Sequence[np.ndarray] = (), assume: bool | dict[int, bool] | None = None) -> Walk:
     """Executes a kernel's scalar control flow and adds up the bundles.
 
     Args:
         schedule: The kernel's schedule.
         scalars: The scalar-prefetch operands in their order, with the values of the call to be predicted. Integer
             arrays are read as they lie in SMEM; a float array may be given as None, no branch can read it.
-        assume: Region number of a branch -> whether it is taken, for branches that hang on data.
+        assume: Whether branches that hang on data are taken: for all of them, or by region number. False is right for
+            a kernel whose only such branches are ways out for unusual data.
 
     Raises:
         DataDependentBranch: A branch hangs on data and is not in ``assume``.
         UnknownScheduleFormat: The program has a form of branch that is not known.
     """
     program = _Program(schedule.program, scalars)
-    counts = program.run(assume or {})
+    counts = program.run({} if assume is None else assume)
     cycles, units = 0, Counter()
     for region in schedule.regions:
         times = 1 if region.kind == "program" else counts.get(region.number, 0)
@@ -239,8 +240,10 @@ class _Program:
             size = len(kept)
             for index, instruction in enumerate(self.instructions):
                 base = instruction.opcode.split(".")[0]
-                wanted = self.find(instruction.target) in needed if base != "sst" else (
-                    instruction.address is not None and instruction.address[0] in places
+                wanted = (
+                    self.find(instruction.target) in needed
+                    if base != "sst"
+                    else (instruction.address is not None and instruction.address[0] in places)
                 )
                 if not wanted or index in kept or base == "sbr":
                     continue
@@ -294,13 +297,14 @@ class _Program:
         starts, blocks = {}, [[]]
         for entry in self.entries:
             if isinstance(entry, int):
-                if blocks[-1]:
-                    blocks.append([])
+                # a block of its own even where no scalar instruction is left: its entries are counted
+                blocks.append([])
                 starts[entry] = len(blocks) - 1
             else:
                 blocks[-1].append(entry)
                 if entry.opcode == "sbr.rel":
                     blocks.append([])
+        blocks.append([])
         source = []
         for index, block in enumerate(blocks):
             lines = []
@@ -327,9 +331,11 @@ class _Program:
         if self.find(condition.lstrip("!")) not in self.unknown:
             return f"{goal} if {self._variable(condition)} else {following}"
         skipped = next((region for region, block in starts.items() if block == following), None)
-        if skipped in assume:
-            return str(following if assume[skipped] else goal)
-        return f"stop({skipped})"
+        if not isinstance(assume, bool) and skipped not in assume:
+            return f"stop({skipped})"
+        taken = assume if isinstance(assume, bool) else assume[skipped]
+        # a loop that hangs on data ends; a branch is jumped over
+        return str(following if taken or goal < following else goal)
 
     def _execute(self, functions):
         registers, memory = [0] * (len(self.registers) + 1), {}
@@ -356,5 +362,5 @@ def _look(table, index):
 def _stop(region):
     raise DataDependentBranch(
         f"whether region {region} runs depends on data that the schedule does not hold: give the scalar-prefetch "
-        f"operands, or say assume={{{region}: True}} or False"
+        f"operands, or say assume=False, or assume={{{region}: True}}"
     )
