@@ -5,9 +5,10 @@ JAX function or a pending torch_xla graph for a named chip, and returns what it 
 Pallas kernels, the static schedule, from which a time is predicted:
 
     from torch_svg import aot
-    compiled = aot.compile_function(kernel, query, key, value, chip="v6e", schedule=True)   # ShapeDtypeStructs
+    compiled = aot.compile_function(kernel, query, key, value, kinds, chip="v6e", schedule=True)
     print(compiled.memory, compiled.movements(), compiled.schedules[0])
-    print(compiled.predict([kinds, counts, items]).milliseconds)                            # scalar-prefetch operands
+    scalars = kernel_scalars(kernel, query, key, value, kinds)                              # kinds: a real array
+    print(compiled.predict(scalars).milliseconds)
 
 Every compile runs in a process of its own (`_aot_worker.py`). libtpu reads its flags once, when it is loaded, so a
 schedule cannot be had in a process that loaded it before; a process that owns a TPU keeps it; and a compiler that
@@ -162,8 +163,8 @@ class Compiled:
         """Predicts the time of one call: every kernel's walk plus XLA's estimates for the rest.
 
         Args:
-            scalars: Scalar-prefetch operands of the kernel, as `schedule_walk.walk` takes them; for several kernels a
-                dict from a part of the kernel's name to its operands.
+            scalars: Scalar-prefetch operands of the kernel, as `schedule_walk.walk` takes them; or those of all
+                kernels by name, as `kernel_scalars` gives them.
             assume: Whether branches that hang on data are taken, as `schedule_walk.walk` has it.
 
         Raises:
@@ -176,9 +177,7 @@ class Compiled:
             raise ValueError(f"no schedule of {sorted(missing)}: compile with schedule=True, and kernels one by one")
         walks = {}
         for schedule in self.schedules:
-            given = scalars
-            if isinstance(scalars, dict):
-                given = next((value for part, value in scalars.items() if part in schedule.name), ())
+            given = _operands_of(schedule.name, scalars) if isinstance(scalars, dict) else scalars
             walks[schedule.name] = walk(schedule, given, assume)
         other = sum((op.cycles or 0) * op.runs for op in operations if op.kind != "kernel")
         return Prediction(self.chip, walks, other)
@@ -198,7 +197,7 @@ def compile_function(function, *shapes, chip: str = "v6e", schedule: bool = Fals
 
     Args:
         function: A JAX function; Pallas kernels must not be interpreted.
-        shapes: `jax.ShapeDtypeStruct` (or None) per positional argument.
+        shapes: Per positional argument something with a shape and a dtype (`jax.ShapeDtypeStruct`, array), or None.
         chip: A key of `CHIPS`.
         schedule: Whether to read the kernels' schedules too.
         static: Keyword arguments of the function.
@@ -209,8 +208,11 @@ def compile_function(function, *shapes, chip: str = "v6e", schedule: bool = Fals
         CompileError: libtpu refused the program.
         UnknownScheduleFormat: This libtpu writes schedules in an unknown form.
     """
+    import jax
+
     from torch_svg import bridge
 
+    shapes = [None if shape is None else jax.ShapeDtypeStruct(shape.shape, shape.dtype) for shape in shapes]
     lowered = bridge.lower(function, *shapes, platform="tpu", **static)
     return compile_module(lowered.compiler_ir("hlo").as_serialized_hlo_module_proto(), chip=chip, schedule=schedule)
 
@@ -282,6 +284,14 @@ def _compile(folder, proto, chip, topology, devices, schedule):
         compile_seconds=result["compile_seconds"],
         libtpu=_libtpu_version(),
     )
+
+
+def _operands_of(instruction, scalars):
+    """The operands of the kernel whose name the instruction carries: the name, perhaps a dot and a number."""
+    fitting = [name for name in scalars if instruction.rpartition(".")[0] == name or instruction == name]
+    if len(fitting) != 1:
+        raise ValueError(f"kernel {instruction} fits {fitting} of the given operands' names {sorted(scalars)}")
+    return scalars[fitting[0]]
 
 
 def _worker_environment(dumps):
