@@ -13,7 +13,7 @@ _QUERY_ROWS = 2100
 
 
 @functools.lru_cache(maxsize=256)
-def blocks_for(grid: TokenGrid) -> Blocks:
+def blocks_for(grid: TokenGrid, head_dim: int = 128) -> Blocks:
     """Block sizes for a grid, by rule."""
     unit = _unit(grid)
     granules = -(-grid.tokens_per_frame // unit)
