@@ -274,6 +274,12 @@ def test_the_pinned_libtpu_refuses_what_the_pinned_jax_writes_itself(tmp_path):
     assert "Unsupported version: expected <= 7 but got 8" in done.stderr
 
 
+def test_versions_name_what_is_installed():
+    found = bridge.versions()
+    assert found["torch"] == torch.__version__.split("+")[0] and found["torch_svg"]
+    assert set(bridge.TESTED_VERSIONS) <= set(found)
+
+
 def hide(monkeypatch, package, found):
     real = bridge.installed_version
     monkeypatch.setattr(bridge, "installed_version", lambda name: found if name == package else real(name))
