@@ -164,7 +164,7 @@ class Compiled:
 
         Args:
             scalars: Scalar-prefetch operands of the kernel, as `schedule_walk.walk` takes them; or those of all
-                kernels by name, as `kernel_scalars` gives them.
+                kernels, as `kernel_scalars` gives them.
             assume: Whether branches that hang on data are taken, as `schedule_walk.walk` has it.
 
         Raises:
@@ -175,9 +175,11 @@ class Compiled:
         missing = set(names) - {schedule.name for schedule in self.schedules}
         if missing:
             raise ValueError(f"no schedule of {sorted(missing)}: compile with schedule=True, and kernels one by one")
-        walks = {}
+        walks, shapes = {}, hlo.kernel_operands(self.text)
         for schedule in self.schedules:
-            given = _operands_of(schedule.name, scalars) if isinstance(scalars, dict) else scalars
+            given = scalars
+            if isinstance(scalars, dict):
+                given = scalars.get(shapes.get(schedule.name, ()), ())
             walks[schedule.name] = walk(schedule, given, assume)
         other = sum((op.cycles or 0) * op.runs for op in operations if op.kind != "kernel")
         return Prediction(self.chip, walks, other)
@@ -284,14 +286,6 @@ def _compile(folder, proto, chip, topology, devices, schedule):
         compile_seconds=result["compile_seconds"],
         libtpu=_libtpu_version(),
     )
-
-
-def _operands_of(instruction, scalars):
-    """The operands of the kernel whose name the instruction carries: the name, perhaps a dot and a number."""
-    fitting = [name for name in scalars if instruction.rpartition(".")[0] == name or instruction == name]
-    if len(fitting) != 1:
-        raise ValueError(f"kernel {instruction} fits {fitting} of the given operands' names {sorted(scalars)}")
-    return scalars[fitting[0]]
 
 
 def _worker_environment(dumps):

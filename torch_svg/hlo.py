@@ -11,6 +11,7 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(\S+) = (.+?) ([a-z][a-z0-9\-]*)\((.*
 _ARRAY = re.compile(r"\b(pred|[suf]\d+|bf16|f8\w+|c64|c128)\[([\d,]*)\]")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_OPERANDS = re.compile(r"operand_layout_constraints=\{(.*?\})\}[,}]")
 _CALLED = re.compile(r"(?:calls|body|to_apply|branch_computations)=\{?((?:%[\w.\-]+(?:, )?)+)")
 
 _SHUFFLES = {
@@ -122,6 +123,17 @@ def _kind(line, called, computations):
 def kernels(text: str) -> list[str]:
     """Instruction names of the Pallas kernels that one call runs."""
     return [op.name for op in operations(text) if op.kind == "kernel"]
+
+
+def kernel_operands(text: str) -> dict[str, tuple[str, ...]]:
+    """Kernel instruction -> the shapes of its operands, such as ``("s32[10]", "bf16[75600,1280]")``."""
+    computations, _ = _computations(text)
+    found = {}
+    for lines in computations.values():
+        for line in lines:
+            if line.opcode == "custom-call" and (match := _OPERANDS.search(line.rest)):
+                found[line.name] = tuple(f"{dtype}[{sides}]" for dtype, sides in _ARRAY.findall(match[1]))
+    return found
 
 
 def movements(text: str, least_bytes: int = 2**20) -> list[HloOp]:

@@ -1,7 +1,7 @@
 """The scalar-prefetch operands of the Pallas kernels inside a JAX function, without running the function.
 
-What a kernel does is decided by small tables, which a function builds from constants and from small arguments. Given those
-arguments as arrays, and everything large as shapes, this module evaluates just the operations that the tables need.
+What a kernel does is decided by small tables, which a function builds from constants and from small arguments. Given
+those arguments as arrays, and everything large as shapes, this module evaluates just what the tables need.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ import functools
 
 import numpy as np
 
+_KINDS = {"i": "s", "u": "u", "f": "f"}
 # primitives that only call a jaxpr
 _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
 
 
-def kernel_scalars(function, *arguments, **static) -> dict[str, list[np.ndarray | None]]:
-    """Kernel name -> its scalar-prefetch operands in order.
+def kernel_scalars(function, *arguments, **static) -> dict[tuple[str, ...], list[np.ndarray | None]]:
+    """Scalar-prefetch operands of every kernel, by the shapes of all its operands.
+
+    Shapes are what tells kernels apart in a compiled program: XLA names them after the surrounding function.
 
     Args:
         function: A JAX function with Pallas kernels in it.
@@ -24,10 +27,11 @@ def kernel_scalars(function, *arguments, **static) -> dict[str, list[np.ndarray 
         static: Keyword arguments of the function.
 
     Returns:
-        One entry per kernel name; an operand that depends on an argument given as a shape is None.
+        One entry per kernel, e.g. ``{("s32[10]", "bf16[75600,1280]"): [kinds]}``; an operand that depends on an
+        argument given as a shape is None.
 
     Raises:
-        ValueError: Two kernels of one name have different operands.
+        ValueError: Two kernels with operands of the same shapes have different scalars.
     """
     import jax
 
@@ -36,7 +40,7 @@ def kernel_scalars(function, *arguments, **static) -> dict[str, list[np.ndarray 
     ]
     closed = jax.make_jaxpr(functools.partial(function, **static))(*shapes)
     known = [None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in jax.tree.leaves(arguments)]
-    found: dict[str, list[np.ndarray | None]] = {}
+    found: dict[tuple[str, ...], list[np.ndarray | None]] = {}
     _evaluate(closed.jaxpr, closed.consts, known, found)
     return found
 
@@ -69,14 +73,21 @@ def _evaluate(jaxpr, constants, arguments, found):
 
 
 def _record(equation, inputs, found):
-    name = equation.params["jaxpr"].debug_info.func_name
+    shapes = tuple(hlo_shape(variable.aval) for variable in equation.invars)
     count = equation.params["grid_mapping"].num_index_operands
     operands = [None if value is None else np.asarray(value) for value in inputs[:count]]
-    if name in found:
-        same = all(
-            (old is None and new is None) or (old is not None and new is not None and np.array_equal(old, new))
-            for old, new in zip(found[name], operands, strict=True)
-        )
-        if not same:
-            raise ValueError(f"two kernels named {name!r} have different scalar operands: give them names of their own")
-    found[name] = operands
+    if shapes in found:
+        pairs = list(zip(found[shapes], operands, strict=True))
+        if any((a is None) != (b is None) or (a is not None and not np.array_equal(a, b)) for a, b in pairs):
+            raise ValueError(f"two kernels with operands {shapes} have different scalars: compile them one by one")
+    found[shapes] = operands
+
+
+def hlo_shape(array) -> str:
+    """Shape and dtype as HLO writes them, such as ``bf16[2,128]``."""
+    dtype = np.dtype(array.dtype)
+    if dtype.name in ("bool", "bfloat16"):
+        name = {"bool": "pred", "bfloat16": "bf16"}[dtype.name]
+    else:
+        name = f"{_KINDS[dtype.kind]}{8 * dtype.itemsize}"
+    return f"{name}[{','.join(map(str, array.shape))}]"

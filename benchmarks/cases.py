@@ -1,0 +1,261 @@
+"""The cases of the ladder: each a JAX function at a real shape, told once for predictions and for measurements.
+
+The base is one chip's share of Wan 14B at 720p in Google's published ladder: 21 x 45 x 80 tokens, 10 heads of 128,
+bf16. Two sparsity points: Sparse VideoGen's knob 0.30 with a first-frame sink, and Google's knob 0.35 with the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
+
+from benchmarks import google_described
+from benchmarks.shapes import LADDER, LADDER_HEADS, SHAPES, knob_half_width
+from torch_svg.kernels import block_sparse
+from torch_svg.kernels.tuning import blocks_for
+from torch_svg.pattern import DENSE, SPATIAL, TEMPORAL, Pattern, Plan, pair_density
+from torch_svg.worktable import PARTIAL, TAIL, decode, encode, tile_density, work_table
+
+# quickest of the block sizes tried with the ruler on v6e: (query, key, keys per step)
+SPLASH_BLOCKS = (2368, 2048, 1024)
+PROBE_ROWS = 64
+KNOBS = {"svg30": 0.30, "google": 0.35}
+
+
+@dataclass(frozen=True)
+class Program:
+    """One call that is compiled and timed.
+
+    Args:
+        function: A module-level JAX function.
+        arguments: Arrays where values matter (head kinds), `jax.ShapeDtypeStruct` elsewhere.
+        static: Keyword arguments of the function.
+    """
+
+    function: Callable
+    arguments: tuple
+    static: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A line of the ladder.
+
+    Args:
+        name: As in the JSON.
+        what: One line for the reader.
+        programs: Calls that make up the case; their times add up.
+        exact: Whether the result is the exact masked softmax.
+        variants: Other head kinds of the first program, by name, to be timed beside it.
+        yardstick: Case that ``vs_yardstick`` divides by, None where a ratio says nothing.
+        plan: The plan of the first program, None where it has none.
+        rounded: Whether the work table is rounded to whole granules.
+        published_ms: A published measurement of the same thing on one v6e.
+        extra: Calls that are told apart from the case's own time, by name.
+    """
+
+    name: str
+    what: str
+    programs: tuple[Program, ...]
+    exact: bool = True
+    variants: dict[str, np.ndarray] = field(default_factory=dict)
+    yardstick: str | None = "splash_dense"
+    plan: Plan | None = None
+    rounded: bool = False
+    published_ms: float | None = None
+    extra: dict[str, Program] = field(default_factory=dict)
+
+
+def plan_of(grid, half_width: int) -> Plan:
+    """Spatial, temporal and dense heads, the sparse ones with a first-frame sink."""
+    sparse = (Pattern(order, half_width, "first_frame") for order in ("spatial", "temporal"))
+    return Plan(grid, (*sparse, Pattern("spatial", None, "none")))
+
+
+def kinds_of(heads: int, kind: str) -> np.ndarray:
+    """(1, heads) head kinds; "both" is half spatial, half temporal."""
+    rows = {"spatial": [SPATIAL], "temporal": [TEMPORAL], "dense": [DENSE], "both": [SPATIAL, TEMPORAL]}[kind]
+    return np.resize(np.array(rows, np.int32), (1, heads))
+
+
+def _bf16(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+# --- yardsticks ---
+
+
+@functools.cache
+def _splash_kernel(heads, query_tokens, key_tokens):
+    query, key, step = SPLASH_BLOCKS
+    mask = splash_mask.MultiHeadMask([splash_mask.FullMask((query_tokens, key_tokens))] * heads)
+    sizes = splash.BlockSizes(block_q=query, block_kv=key, block_kv_compute=step)
+    # the mask's tables must be arrays, also when the first call is traced
+    with jax.ensure_compile_time_eval():
+        return splash.make_splash_mha_single_device(mask=mask, block_sizes=sizes)
+
+
+def splash_dense(query, key, value):
+    """Stock Splash attention without a mask; (heads, padded tokens, head_dim), query scaled already."""
+    return _splash_kernel(query.shape[0], query.shape[1], key.shape[1])(query, key, value)
+
+
+def _splash_case():
+    tokens, head_dim = LADDER.grid.tokens, LADDER.head_dim
+    query, key = (_bf16(LADDER_HEADS, math.ceil(tokens / block) * block, head_dim) for block in SPLASH_BLOCKS[:2])
+    program = Program(splash_dense, (query, key, key))
+    return Case("splash_dense", "stock JAX Splash, dense", (program,), published_ms=78.70)
+
+
+def _google_described_case():
+    tokens, head_dim = LADDER.grid.tokens, LADDER.head_dim
+    half_width = knob_half_width(tokens, KNOBS["google"])
+    tiles = google_described.rounded_tiles(tokens, half_width, LADDER.grid.tokens_per_frame)
+    sides = (google_described.QUERY_TILE, google_described.KEY_TILE)
+    query, key = (_bf16(LADDER_HEADS, math.ceil(tokens / side) * side, head_dim) for side in sides)
+    lse = jax.ShapeDtypeStruct((LADDER_HEADS, 8, query.shape[1]), jnp.float32)
+
+    def part(table, keys):
+        static = {"tiles": tuple(map(tuple, table.tolist())), "keys": keys}
+        return Program(google_described.tile_attention, (query, key, key), static)
+
+    merged = {"query_tiles": tuple(sorted(set(tiles.tail[:, 0].tolist())))}
+    return Case(
+        "google_described",
+        "Google's rounded kernel, rebuilt from its description (inputs already in the head's order, merge apart)",
+        (part(tiles.main, None), part(tiles.tail, tokens)),
+        exact=False,
+        published_ms=32.76,
+        extra={"merge": Program(google_described.merge, (query, lse, query, lse), merged)},
+    )
+
+
+# --- our kernel ---
+
+
+def _own_program(shape, heads, kind, half_width, **static):
+    array = _bf16(1, shape.grid.tokens, heads, shape.head_dim)
+    arguments = (array, array, array, kinds_of(heads, kind))
+    return Program(block_sparse.block_sparse_attention, arguments, {"plan": plan_of(shape.grid, half_width), **static})
+
+
+def _own_case(name, what, point, *, kind="both", rounded=False, **static):
+    half_width = knob_half_width(LADDER.grid.video_tokens, KNOBS[point])
+    if rounded:
+        blocks = blocks_for(LADDER.grid, LADDER.head_dim)
+        static["blocks"] = replace(blocks, rounded=True, edge_granules=0)
+    program = _own_program(LADDER, LADDER_HEADS, kind, half_width, **static)
+    variants = {} if kind == "dense" else {key: kinds_of(LADDER_HEADS, key) for key in ("spatial", "temporal")}
+    plan = program.static["plan"]
+    return Case(name, what, (program,), exact=not rounded, variants=variants, plan=plan, rounded=rounded)
+
+
+def naive_attention(query, key, value, kinds, *, plan: Plan):
+    """Our kernel with the mask computed on every granule that is visited, as if there were no other bodies."""
+    blocks = blocks_for(plan.grid, query.shape[-1])
+    table = work_table(plan, blocks)
+    items = [decode(item) for item in table.items]
+    # a temporal head's first frame is not in the head's order: the mask does not know it, and it is full anyway
+    masked = [item if item.spatial or item.body == TAIL else replace(item, body=PARTIAL) for item in items]
+    codes = np.asarray([encode(item) for item in masked], np.int32)
+    table = replace(table, items=codes, left_edges=(), right_edges=())
+    batch, tokens, heads, head_dim = query.shape
+    arrays = (x.reshape(batch, tokens, heads * head_dim) for x in (query, key, value))
+    output = block_sparse.attend_video(
+        *arrays, None, kinds, table, heads, head_dim, head_dim**-0.5, softmax="auto", interpret=False
+    )
+    return output.reshape(query.shape)
+
+
+def _naive_case():
+    half_width = knob_half_width(LADDER.grid.video_tokens, KNOBS["svg30"])
+    own = _own_program(LADDER, LADDER_HEADS, "both", half_width)
+    program = Program(naive_attention, own.arguments, own.static)
+    return Case("naive_svg30", "knob 0.30 + first frame, exact, mask on every granule", (program,))
+
+
+def _cogvideox_case(name, what, kind, yardstick):
+    shape = SHAPES["cogvideox1.5-768p-81f"]
+    half_width = knob_half_width(shape.grid.video_tokens, KNOBS["svg30"])
+    program = _own_program(shape, shape.heads, kind, half_width)
+    return Case(name, what, (program,), yardstick=yardstick, plan=program.static["plan"])
+
+
+# --- beside the kernel ---
+
+
+def layout_by_xla(kinds, query, key, value, output):
+    """What a reorder pass costs: temporal heads' tokens reordered on the way in, and back on the way out.
+
+    All (heads, tokens, head_dim). The usual form that keeps shapes static: both orders are made, one is selected.
+    """
+    frames, places = LADDER.grid.frames, LADDER.grid.tokens_per_frame
+    temporal = (kinds == TEMPORAL)[:, None, None]
+
+    def reordered(x, rows, columns):
+        swapped = x.reshape(x.shape[0], rows, columns, x.shape[2]).swapaxes(1, 2).reshape(x.shape)
+        return jnp.where(temporal, swapped, x)
+
+    inputs = tuple(reordered(x, frames, places) for x in (query, key, value))
+    return (*inputs, reordered(output, places, frames))
+
+
+def _layout_case():
+    array = _bf16(LADDER_HEADS, LADDER.grid.tokens, LADDER.head_dim)
+    program = Program(layout_by_xla, (kinds_of(LADDER_HEADS, "both")[0], array, array, array, array))
+    return Case("layout", "a reorder pass by XLA, which our kernel does not need", (program,), yardstick=None)
+
+
+def _profiling_case():
+    from torch_svg.kernels import profiling
+
+    tokens = LADDER.grid.tokens
+    array = _bf16(1, tokens, LADDER_HEADS, LADDER.head_dim)
+    plan = plan_of(LADDER.grid, knob_half_width(tokens, KNOBS["svg30"]))
+    rows = tuple(int(row) for row in np.linspace(0, tokens - 1, PROBE_ROWS).astype(int))
+    program = Program(profiling.probe_errors, (array, array, array), {"plan": plan, "rows": rows})
+    return Case("profiling", f"probe of {PROBE_ROWS} query rows, all patterns", (program,), yardstick=None, plan=plan)
+
+
+def ladder() -> list[Case]:
+    """All cases in the order in which they are read."""
+    return [
+        _splash_case(),
+        _google_described_case(),
+        _own_case("own_dense", "our kernel, every head dense (warm-up steps)", "svg30", kind="dense"),
+        _naive_case(),
+        _own_case("exact_svg30", "knob 0.30 + first frame, exact", "svg30"),
+        _own_case("rounded_svg30", "knob 0.30 + first frame, rounded to granules", "svg30", rounded=True),
+        _own_case("online_svg30", "knob 0.30 + first frame, exact, online softmax", "svg30", softmax="online"),
+        _own_case("exact_google", "Google's point: knob 0.35 + first frame, exact", "google"),
+        _own_case("rounded_google", "Google's point, rounded to granules", "google", rounded=True),
+        *([_profiling_case()] if __import__("importlib").util.find_spec("torch_svg.kernels.profiling") else []),
+        _layout_case(),
+        _cogvideox_case("cogvideox15_dense", "CogVideoX 1.5, 48 heads of 64, our kernel dense", "dense", None),
+        _cogvideox_case("cogvideox15_svg30", "CogVideoX 1.5, knob 0.30 + first frame", "both", "cogvideox15_dense"),
+    ]
+
+
+def densities(case: Case) -> dict[str, float]:
+    """Pair density, and tile density of what is executed, averaged over the kinds of the case's heads."""
+    if case.plan is None:
+        return {}
+    program = case.programs[0]
+    if len(program.arguments) < 4:
+        return {}
+    kinds = np.asarray(program.arguments[3]).reshape(-1)
+    head_dim = program.arguments[0].shape[-1]
+    blocks = program.static.get("blocks") or blocks_for(case.plan.grid, head_dim)
+    patterns = case.plan.patterns
+    return {
+        "pair_density": float(np.mean([pair_density(patterns[kind], case.plan.grid) for kind in kinds])),
+        "tile_density": float(np.mean([tile_density(case.plan, blocks, int(kind)) for kind in kinds])),
+    }
