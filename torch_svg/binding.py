@@ -89,7 +89,7 @@ class Binding:
         self.layers: dict[torch.nn.Module, Layer] = {}
         for path, module in transformer.named_modules():
             if getattr(module, "processor", None) is processor:
-                original = wrapped.get(path) or _default_processor(module, path)
+                original = wrapped.get(path) or family.default_processor_of(path, module)
                 self.layers[module] = Layer(path, original, order.get(path))
         self.state: ForwardState | None = None
         self._video_order = order
@@ -105,7 +105,9 @@ class Binding:
     def adopt(self, module) -> Layer:
         """Adds a module in which the processor was set after the others."""
         path = next(path for path, other in self.transformer.named_modules() if other is module)
-        layer = self.layers[module] = Layer(path, _default_processor(module, path), self._video_order.get(path))
+        layer = self.layers[module] = Layer(
+            path, self.family.default_processor_of(path, module), self._video_order.get(path)
+        )
         return layer
 
     def release(self) -> None:
@@ -205,13 +207,3 @@ def plan_for(grid: TokenGrid, density: float, density_rule: str, sink: str) -> P
 def _flags_on(flags: tuple[bool, ...], device: torch.device) -> torch.Tensor:
     """(layers,) bool on the device; a generation needs one for dense and one for sparse steps."""
     return torch.tensor(flags).to(device)
-
-
-def _default_processor(module, path: str):
-    default = getattr(module, "_default_processor_cls", None)
-    if default is None:
-        raise NotImplementedError(
-            f"the default processor of {path} ({type(module).__name__}) is not known once it has been replaced: use "
-            "torch_svg.enable(pipe), which keeps it"
-        )
-    return default()

@@ -61,6 +61,12 @@ def _step_of(pipeline) -> tuple[int | None, int | None]:
     if num_steps is None:
         timesteps = getattr(scheduler, "timesteps", None)
         num_steps = None if timesteps is None else len(timesteps)
-    if not hasattr(scheduler, "step_index"):
-        return None, num_steps
-    return scheduler.step_index or 0, num_steps
+    if hasattr(scheduler, "step_index"):
+        return scheduler.step_index or 0, num_steps
+    # DDIM and its kin keep no index; where their timesteps are on the host, the current one has a place among them
+    timesteps, current = getattr(scheduler, "timesteps", None), getattr(pipeline, "_current_timestep", None)
+    if isinstance(timesteps, torch.Tensor) and timesteps.device.type == "cpu" and current is not None:
+        places = (timesteps == torch.as_tensor(current).cpu()).nonzero()
+        if len(places):
+            return int(places[0]), num_steps
+    return None, num_steps

@@ -6,19 +6,19 @@ import inspect
 import weakref
 
 import torch
+import torch.nn.functional as F
 
 from . import attention, interception
 from .binding import Binding, ForwardState, Layer, StepCounter
 from .callsite import running_forward
 from .config import SparseVideoConfig
 from .families import family_of
+from .grid import TokenGrid
+from .kernels.tuning import blocks_for
 from .pattern import pair_density
-try:
-    from .pattern import tile_density
-except ImportError:
-    tile_density = lambda plan, kind: 1.0
 from .report import RunRecord, RunReport
 from .routing import choose_kinds, probe_errors, sample_rows
+from .worktable import tile_density
 
 DENSE_KIND = 2
 
@@ -66,24 +66,20 @@ class SparseVideoAttnProcessor:
         binding, layer = self._layers.get(attn) or self._bind_running(attn)
         state = binding.state
         if layer.video_index is None:
-            return self._run_other(layer, attn, hidden_states, *args, **kwargs)
+            return self._run_other(state, layer, attn, hidden_states, *args, **kwargs)
         if state.dense_reason is not None:
             self.record.fallbacks[state.dense_reason] += 1
-            return self._run_other(layer, attn, hidden_states, *args, **kwargs)
+            return self._run_other(state, layer, attn, hidden_states, *args, **kwargs)
         rotary = None
         family = binding.family
         if family.rotary_argument is not None and hidden_states.device.type == "xla":
             args, kwargs, rotary = _take_argument(layer.processor, family.rotary_argument, hidden_states, args, kwargs)
 
         def core(query, key, value, mask, scale):
-            if mask is not None:
-                raise NotImplementedError(
-                    f"{layer.path} got an attention mask of shape {tuple(mask.shape)}, which sparse video attention "
-                    f"of the {family.name} family does not serve; expected none"
-                )
+            text_lengths = None if mask is None else _text_lengths(mask, query, state.plan.grid, layer.path)
             if rotary is not None:
                 query, key = family.apply_rotary(query, rotary), family.apply_rotary(key, rotary)
-            return self._sparse_core(state, layer, query, key, value, scale)
+            return self._sparse_core(state, layer, query, key, value, text_lengths, scale)
 
         with interception.intercept_core(layer.processor, core):
             return layer.processor(attn, hidden_states, *args, **kwargs)
@@ -91,9 +87,14 @@ class SparseVideoAttnProcessor:
     def report(self) -> RunReport:
         """What the last generation computed (fetches it from the device)."""
         plan = self.record.plan
-        densities = [1.0] * 3 if plan is None else [pair_density(p, plan.grid) for p in plan.patterns]
-        tiles = [1.0] * 3 if plan is None else [tile_density(plan, kind) for kind in range(len(plan.patterns))]
-        return self.record.report(densities, tiles)
+        if plan is None:
+            return self.record.report([1.0] * 3, [1.0] * 3)
+        densities = [pair_density(pattern, plan.grid) for pattern in plan.patterns]
+        if self.record.implementation == "reference":
+            # no tiles there: a query row meets its own keys and no others
+            return self.record.report(densities, densities)
+        blocks = blocks_for(plan.grid)
+        return self.record.report(densities, [tile_density(plan, blocks, kind) for kind in range(len(plan.patterns))])
 
     def reset(self) -> None:
         """Starts a new generation: steps count from zero, the record is empty. Needed only when a transformer is
@@ -173,7 +174,7 @@ class SparseVideoAttnProcessor:
         binding.begin_forward(forward.model, forward.args, forward.kwargs)
         return self._layers[attn]
 
-    def _run_other(self, layer: Layer, attn, hidden_states, *args, **kwargs):
+    def _run_other(self, state: ForwardState, layer: Layer, attn, hidden_states, *args, **kwargs):
         """Attention that is not sparse: as it was, and in linear memory where the device has no such kernel."""
         processor = layer.processor
         if hidden_states.device.type != "xla":
@@ -182,30 +183,57 @@ class SparseVideoAttnProcessor:
             return processor(attn, hidden_states, *args, **kwargs)
 
         def core(query, key, value, mask, scale):
+            if mask is not None and layer.video_index is not None:
+                text_lengths = _text_lengths(mask, query, state.plan.grid, layer.path)
+                key_lengths = text_lengths + state.plan.grid.video_tokens
+                return attention.dense_attention(query, key, value, key_lengths, scale=scale)
             if mask is not None:
-                raise NotImplementedError(
-                    f"{layer.path} got an attention mask of shape {tuple(mask.shape)}; masks are not served here yet"
-                )
+                # short masked attention (text refiners) stays what it was
+                query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+                out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+                return out.transpose(1, 2)
             return attention.dense_attention(query, key, value, scale=scale)
 
         with interception.intercept_core(processor, core):
             return processor(attn, hidden_states, *args, **kwargs)
 
-    def _sparse_core(self, state: ForwardState, layer: Layer, query, key, value, scale):
+    def _sparse_core(self, state: ForwardState, layer: Layer, query, key, value, text_lengths, scale):
         plan = state.plan
         plan.grid.check_tokens(query.shape[1])
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         implementation = attention.choose_implementation(query.device, self.config.implementation)
         rows = sample_rows(plan.grid, self.config.sampled_rows)
-        errors = probe_errors(query, key, value, plan=plan, rows=rows, scale=scale)
+        errors = probe_errors(query, key, value, text_lengths, plan=plan, rows=rows, scale=scale)
         kinds = choose_kinds(errors, plan)
         # dense steps and layers are data, so that one compiled graph serves the whole generation
         kinds = torch.where(state.dense_flags[layer.video_index], torch.full_like(kinds, DENSE_KIND), kinds)
         self.record.implementation = implementation
         self.record.layer(layer.video_index, kinds, errors)
         return attention.sparse_video_attention(
-            query, key, value, kinds, plan=plan, scale=scale, implementation=implementation
+            query, key, value, kinds, text_lengths, plan=plan, scale=scale, implementation=implementation
         )
+
+
+# diffusers' Attention hands a processor only the keywords that its signature names, and drops the others: name those of
+# every processor that may be wrapped
+_KEYWORDS = ("encoder_hidden_states", "attention_mask", "temb", "image_rotary_emb", "rotary_emb")
+SparseVideoAttnProcessor.__call__.__signature__ = inspect.Signature(
+    [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", "attn", "hidden_states")]
+    + [inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)]
+    + [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in _KEYWORDS]
+)
+
+
+def _text_lengths(mask: torch.Tensor, query: torch.Tensor, grid: TokenGrid, path: str) -> torch.Tensor:
+    """(batch,) valid text tokens from a model's key padding mask, which keeps the video and a prefix of the text."""
+    expected = (query.shape[0], 1, 1, grid.tokens)
+    if mask.dtype != torch.bool or mask.shape != expected or not grid.text_tokens or grid.text_first:
+        raise NotImplementedError(
+            f"{path} got an attention mask of shape {tuple(mask.shape)} and dtype {mask.dtype}; served is none, or a "
+            f"bool mask (batch, 1, 1, tokens) = {expected} that keeps the video and a "
+            "prefix of the text"
+        )
+    return mask[:, 0, 0].sum(dim=1, dtype=torch.int32) - grid.video_tokens
 
 
 def _take_argument(processor, name: str, hidden_states, args, kwargs):

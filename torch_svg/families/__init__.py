@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from .base import Family, forward_inputs
+from .cogvideox import COGVIDEOX
+from .hunyuan_video import HUNYUAN_VIDEO
 from .wan import WAN
 
-FAMILIES: tuple[Family, ...] = (WAN,)
+FAMILIES: tuple[Family, ...] = (WAN, HUNYUAN_VIDEO, COGVIDEOX)
 
 __all__ = ["FAMILIES", "Family", "family_of", "forward_inputs"]
 

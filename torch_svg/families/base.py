@@ -23,6 +23,8 @@ class Family:
         video_attention: Regular expression on the module path of the video self-attention modules.
         grid: ``grid(transformer, inputs) -> TokenGrid``, with the forward's arguments by name.
         preset: ``preset(transformer, grid) -> Preset``, the published settings for this model and size.
+        default_processor: ``default_processor(path, module)`` for modules that do not name their own default class:
+            what the model's constructor puts there.
         rotary_argument: Processor argument that carries rotary embeddings which are applied in a form that XLA
             compiles badly; the processor is then called without it and ``apply_rotary`` is used instead.
         apply_rotary: ``apply_rotary(x, rotary) -> x`` on (batch, tokens, heads, head_dim).
@@ -33,8 +35,25 @@ class Family:
     video_attention: str
     grid: Callable[[torch.nn.Module, dict], TokenGrid]
     preset: Callable[[torch.nn.Module, TokenGrid], Preset]
+    default_processor: Callable[[str, torch.nn.Module], object] | None = None
     rotary_argument: str | None = None
     apply_rotary: Callable[[torch.Tensor, object], torch.Tensor] | None = None
+
+    def default_processor_of(self, path: str, module: torch.nn.Module):
+        """A new default processor for an attention module.
+
+        Raises:
+            NotImplementedError: It is not known; use ``torch_svg.enable``, which keeps the one that is there.
+        """
+        own = getattr(module, "_default_processor_cls", None)
+        if own is not None:
+            return own()
+        if self.default_processor is not None:
+            return self.default_processor(path, module)
+        raise NotImplementedError(
+            f"the default processor of {path} ({type(module).__name__}) is not known once it has been replaced: use "
+            "torch_svg.enable(pipe), which keeps it"
+        )
 
     def video_attention_modules(self, transformer: torch.nn.Module) -> dict[str, torch.nn.Module]:
         """The video self-attention modules by path, in the order of the layers."""

@@ -1,0 +1,39 @@
+"""HunyuanVideo: text to video and image to video; text stands after the video, its padding at the end."""
+
+from ..config import Preset
+from ..grid import TokenGrid
+from .base import Family
+
+
+def _grid(transformer, inputs) -> TokenGrid:
+    frames, height, width = inputs["hidden_states"].shape[2:]
+    patch, patch_frames = transformer.config.patch_size, transformer.config.patch_size_t
+    text_tokens = inputs["encoder_hidden_states"].shape[1]
+    return TokenGrid(frames // patch_frames, height // patch, width // patch, text_tokens)
+
+
+def _preset(transformer, grid) -> Preset:
+    return Preset(
+        density=0.25,
+        warmup_steps=0.1,
+        dense_layers=0.03,
+        source="Sparse-VideoGen's HunyuanVideo 720p script: sparsity 0.25, 10 % of the steps and 3 % of the layers dense",
+    )
+
+
+def _default_processor(path, module):
+    from diffusers.models.attention_processor import AttnProcessor2_0
+    from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
+
+    # the text refiner inside the context embedder has plain attention
+    return AttnProcessor2_0() if path.startswith("context_embedder") else HunyuanVideoAttnProcessor2_0()
+
+
+HUNYUAN_VIDEO = Family(
+    name="hunyuan_video",
+    transformers=("HunyuanVideoTransformer3DModel",),
+    video_attention=r"(single_)?transformer_blocks\.\d+\.attn",
+    grid=_grid,
+    preset=_preset,
+    default_processor=_default_processor,
+)
