@@ -141,10 +141,16 @@ def _google_described_case():
 # --- our kernel ---
 
 
+def own_attention(query, key, value, kinds, *, heads: int, **static):
+    """Our kernel on what a projection makes: (batch, tokens, heads * head_dim), in and out."""
+    split = (x.reshape(*x.shape[:2], heads, -1) for x in (query, key, value))
+    return block_sparse.block_sparse_attention(*split, kinds, **static).reshape(query.shape)
+
+
 def _own_program(shape, heads, kind, half_width, **static):
-    array = _bf16(1, shape.grid.tokens, heads, shape.head_dim)
+    array = _bf16(1, shape.grid.tokens, heads * shape.head_dim)
     arguments = (array, array, array, kinds_of(heads, kind))
-    return Program(block_sparse.block_sparse_attention, arguments, {"plan": plan_of(shape.grid, half_width), **static})
+    return Program(own_attention, arguments, {"plan": plan_of(shape.grid, half_width), "heads": heads, **static})
 
 
 def _own_case(name, what, point, *, kind="both", rounded=False, **static):
@@ -158,19 +164,18 @@ def _own_case(name, what, point, *, kind="both", rounded=False, **static):
     return Case(name, what, (program,), exact=not rounded, variants=variants, plan=plan, rounded=rounded)
 
 
-def naive_attention(query, key, value, kinds, *, plan: Plan):
+def naive_attention(query, key, value, kinds, *, heads: int, plan: Plan):
     """Our kernel with the mask computed on every granule that is visited, as if there were no other bodies."""
-    blocks = blocks_for(plan.grid, query.shape[-1])
+    head_dim = query.shape[-1] // heads
+    blocks = blocks_for(plan.grid, head_dim)
     table = work_table(plan, blocks)
     items = [decode(item) for item in table.items]
     # a temporal head's first frame is not in the head's order: the mask does not know it, and it is full anyway
     masked = [item if item.spatial or item.body == TAIL else replace(item, body=PARTIAL) for item in items]
     codes = np.asarray([encode(item) for item in masked], np.int32)
     table = replace(table, items=codes, left_edges=(), right_edges=())
-    batch, tokens, heads, head_dim = query.shape
-    arrays = (x.reshape(batch, tokens, heads * head_dim) for x in (query, key, value))
     output = block_sparse.attend_video(
-        *arrays, None, kinds, table, heads, head_dim, head_dim**-0.5, softmax="auto", interpret=False
+        query, key, value, None, kinds, table, heads, head_dim, head_dim**-0.5, softmax="auto", interpret=False
     )
     return output.reshape(query.shape)
 
@@ -252,7 +257,7 @@ def densities(case: Case) -> dict[str, float]:
     if len(program.arguments) < 4:
         return {}
     kinds = np.asarray(program.arguments[3]).reshape(-1)
-    head_dim = program.arguments[0].shape[-1]
+    head_dim = program.arguments[0].shape[-1] // program.static["heads"]
     blocks = program.static.get("blocks") or blocks_for(case.plan.grid, head_dim)
     patterns = case.plan.patterns
     return {

@@ -124,7 +124,7 @@ def summary(facts, folder):
             f'"{facts["prompt"]}", seed {facts["seed"]}, {facts["steps"]} steps on XLA:{facts["device"].upper()}',
             f"  grid            {' x '.join(map(str, facts['grid']))} tokens",
             f"  against dense   PSNR {facts['psnr_db']:.2f} dB, SSIM {facts['ssim']:.4f}",
-            f"  pair density    {facts['pair_density']:.3f} overall, {facts['sparse_pair_density']:.3f} in sparse calls",
+            f"  pair density    {facts['pair_density']:.3f}, in sparse calls {facts['sparse_pair_density']:.3f}",
             f"  tile density    {facts['tile_density']:.3f}",
             f"  head kinds      {kinds} (steps x layers x heads)",
             f"  dense steps     {facts['dense_steps']}",

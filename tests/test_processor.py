@@ -249,7 +249,7 @@ def test_an_unserved_transformer_is_named_and_keeps_its_processors():
     with torch.no_grad():
         expected = transformer(**arguments, return_dict=False)[0]
         transformer.set_attn_processor(SparseVideoAttnProcessor(SPARSE))
-        with pytest.raises(NotImplementedError, match="LTXVideoTransformer3DModel.*served"):
+        with pytest.raises(NotImplementedError, match=r"LTXVideoTransformer3DModel.*served"):
             transformer(**arguments, return_dict=False)
         assert torch.equal(transformer(**arguments, return_dict=False)[0], expected)
         with pytest.raises(NotImplementedError, match="LTXVideoTransformer3DModel"):

@@ -6,19 +6,29 @@ computed several times faster over the whole clip at once, so training swaps the
 
 import contextlib
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKLWan
-from diffusers.models.autoencoders.autoencoder_kl_wan import WanResample, patchify, unpatchify
+from diffusers.models.autoencoders.autoencoder_kl_wan import (
+    WanAttentionBlock,
+    WanResample,
+    WanResidualBlock,
+    patchify,
+    unpatchify,
+)
 from tqdm import tqdm
 
 from tools.checkpoints import load_checkpoint, log_line, save_checkpoint
+from tools.muon import Muon, Together, split_parameters
 from tools.tiny_scenes import CLIP_FRAMES, clip_of_seed
 
 # a patch of 2 x 2 pixels enters the first convolution, as in Wan2.2's VAE: a quarter of the work at the finest level
 VAE_CONFIG = {
+    "is_residual": True,
     "base_dim": 32,
     "z_dim": 12,
     "dim_mult": [1, 2, 2],
@@ -30,7 +40,27 @@ VAE_CONFIG = {
     "scale_factor_temporal": 4,
     "scale_factor_spatial": 8,
 }
-CROP_FRAMES = 13
+
+
+@dataclass(frozen=True)
+class Crops:
+    """A stretch of training on crops of one size; without `encoder`, that part is settled and the decoder learns."""
+
+    steps: int
+    batch: int
+    size: int
+    frames: int
+    encoder: bool = True
+
+
+# single pictures teach colours and edges at a tenth of the price of clips; once the encoder is settled, latents can be
+# cached and the decoder goes on learning
+VAE_PHASES = (
+    Crops(steps=150, batch=16, size=32, frames=1),
+    Crops(steps=450, batch=8, size=32, frames=9),
+    Crops(steps=400, batch=6, size=32, frames=13, encoder=False),
+    Crops(steps=150, batch=2, size=64, frames=13, encoder=False),
+)
 KL_WEIGHT = 1e-5
 
 
@@ -70,60 +100,113 @@ def encode_clip(vae: AutoencoderKLWan, clip: torch.Tensor) -> tuple[torch.Tensor
 
 def decode_clip(vae: AutoencoderKLWan, latents: torch.Tensor) -> torch.Tensor:
     """Frames of the latents, not clamped. Call it inside `whole_clip_at_once`."""
-    return unpatchify(vae.decoder(vae.post_quant_conv(latents)), vae.config.patch_size)
+    return unpatchify(vae.decoder(vae.post_quant_conv(latents), first_chunk=True), vae.config.patch_size)
+
+
+def start_as_shortcuts(vae: AutoencoderKLWan) -> None:
+    """Silence every residual branch, so that training starts from the parameter-free shortcuts (averages down, copies
+    up), and the noise of the latents, which at its stock unit variance drowns them. Both save hundreds of steps."""
+    for module in vae.modules():
+        silent = []
+        if isinstance(module, WanResidualBlock):
+            silent = [module.conv2]
+        elif isinstance(module, WanResample):
+            silent = [module.resample[1]]
+        elif isinstance(module, WanAttentionBlock):
+            silent = [module.proj]
+        for layer in silent:
+            torch.nn.init.zeros_(layer.weight)
+            torch.nn.init.zeros_(layer.bias)
+    vae.quant_conv.bias.data[vae.config.z_dim :] = -5.0
 
 
 def reconstruction_loss(output: torch.Tensor, clip: torch.Tensor) -> torch.Tensor:
     """L1 of pixels and of their differences (edges in space, motion in time), heavier where something moves."""
     moving = 1 + 3 * ((clip - clip.mean(2, keepdim=True)).abs().amax(1, keepdim=True) * 4).clamp(max=1)
     loss = ((output - clip).abs() * moving).mean()
-    for axis, weight in ((2, 0.5), (3, 1.0), (4, 1.0)):
+    axes = ((2, 0.5), (3, 1.0), (4, 1.0)) if clip.shape[2] > 1 else ((3, 1.0), (4, 1.0))
+    for axis, weight in axes:
         loss = loss + weight * (output.diff(dim=axis) - clip.diff(dim=axis)).abs().mean()
     return loss
 
 
-def _batch(step: int, batch: int, size: int) -> torch.Tensor:
-    clips = []
-    for index in range(batch):
-        seed = step * batch + index
-        first = (seed * 7) % (CLIP_FRAMES - CROP_FRAMES + 1)
-        clips.append(clip_of_seed(seed, size, frames=CROP_FRAMES, first_frame=first)[1])
-    return torch.stack(clips)
+def _batch(step: int, batch: int, size: int, frames: int) -> torch.Tensor:
+    """Random crops of `batch` clips, (batch, 3, frames, size, size); the same for the same step."""
+    crops = []
+    for seed in range(step * 16, step * 16 + batch):
+        rng = np.random.default_rng(seed)
+        whole = 64 if rng.random() < 0.7 else 96
+        first, top, left = rng.integers((CLIP_FRAMES - frames + 1, whole - size + 1, whole - size + 1))
+        clip = clip_of_seed(seed, whole, frames=frames, first_frame=int(first))[1]
+        crops.append(clip[:, :, top : top + size, left : left + size])
+    return torch.stack(crops)
 
 
-def train_vae(run: Path, steps: int, batch: int = 4, size: int = 64, peak_rate: float = 2e-3) -> AutoencoderKLWan:
-    """Train the VAE or take it up at its last checkpoint; returns it with the averaged weights."""
+def train_vae(run: Path, phases: tuple[Crops, ...] = VAE_PHASES) -> AutoencoderKLWan:
+    """Train the VAE or take it up at its last checkpoint; returns it with the averaged weights.
+
+    The encoder is settled at the end of the last phase that trains it, and stored by itself as `encoder.pt`.
+    """
     torch.manual_seed(0)
-    vae = AutoencoderKLWan(**VAE_CONFIG, latents_mean=[0.0] * 12, latents_std=[1.0] * 12)
-    average = AutoencoderKLWan(**VAE_CONFIG, latents_mean=[0.0] * 12, latents_std=[1.0] * 12).requires_grad_(False)
+    vae, average = new_vae(), new_vae().requires_grad_(False)
+    start_as_shortcuts(vae)
     average.load_state_dict(vae.state_dict())
-    optimizer = torch.optim.AdamW(vae.parameters(), lr=peak_rate, betas=(0.9, 0.98), weight_decay=1e-4)
+    matrices, others = split_parameters([vae])
+    optimizer = Together(Muon(matrices, lr=4e-3), torch.optim.AdamW(others, lr=1e-3, betas=(0.9, 0.95)))
     first = load_checkpoint(run / "vae.pt", vae, average, optimizer)
+    schedule = [phase for phase in phases for _ in range(phase.steps)]
+    steps, settled = len(schedule), sum(phase.steps for phase in phases if phase.encoder)
     with whole_clip_at_once():
         for step in (bar := tqdm(range(first, steps), initial=first, total=steps, desc="vae")):
-            rate = peak_rate * min(1, (step + 1) / 50) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            clip = _batch(step, batch, size)
+            phase = schedule[step]
+            torch.manual_seed(step)
+            if step == settled:
+                settle_encoder(vae, average, run)
+            clip = _batch(step, phase.batch, phase.size, phase.frames)
             with torch.autocast("cpu", torch.bfloat16):
-                mean, log_variance = encode_clip(vae, clip)
+                with torch.set_grad_enabled(phase.encoder):
+                    mean, log_variance = encode_clip(vae, clip)
                 latents = mean + torch.randn_like(mean) * (0.5 * log_variance).exp()
                 output = decode_clip(vae, latents)
             mean, log_variance = mean.float(), log_variance.float()
             divergence = 0.5 * (mean**2 + log_variance.exp() - 1 - log_variance).sum(1).mean()
             loss = reconstruction_loss(output.float(), clip) + KL_WEIGHT * divergence
-            optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-            optimizer.step()
-            decay = min(0.995, (step + 1) / (step + 10))
+            optimizer.step(min(1, (step + 1) / 10, 0.02 + 1.3 * (1 - step / steps)))
+            decay = min(0.99, (step + 1) / (step + 10))
             for slow, fast in zip(average.parameters(), vae.parameters(), strict=True):
                 slow.lerp_(fast.detach(), 1 - decay)
             error = F.mse_loss(output.float().clamp(-1, 1), clip).item() / 4
             psnr = -10 * math.log10(max(error, 1e-9))
             bar.set_postfix(loss=f"{loss.item():.4f}", psnr=f"{psnr:.2f}")
-            if (step + 1) % 20 == 0:
-                log_line(run / "vae.log", step=step + 1, loss=loss.item(), psnr=psnr, kl=divergence.item())
-            if (step + 1) % 200 == 0 or step + 1 == steps:
+            log_line(run / "vae.log", step=step + 1, loss=loss.item(), psnr=psnr, kl=divergence.item())
+            if (step + 1) % 100 == 0 or step + 1 == steps:
                 save_checkpoint(run / "vae.pt", step + 1, vae, average, optimizer)
     return average
+
+
+def new_vae() -> AutoencoderKLWan:
+    """A VAE of this module's shape with fresh weights; its latents are not normalised yet."""
+    channels = VAE_CONFIG["z_dim"]
+    return AutoencoderKLWan(**VAE_CONFIG, latents_mean=[0.0] * channels, latents_std=[1.0] * channels)
+
+
+def settle_encoder(vae: AutoencoderKLWan, average: AutoencoderKLWan, run: Path) -> None:
+    """From here on the encoder is its average, in both; it is written to `encoder.pt`."""
+    state = {
+        name: value for name, value in average.state_dict().items() if name.startswith(("encoder.", "quant_conv."))
+    }
+    vae.load_state_dict(state, strict=False)
+    torch.save(state, run / "encoder.pt")
+
+
+@torch.no_grad()
+def reconstruction_psnr(vae: AutoencoderKLWan, seeds, size: int = 128) -> list[float]:
+    """PSNR in dB of whole clips through the stock encode and decode, one value for each seed."""
+    values = []
+    for seed in seeds:
+        clip = clip_of_seed(seed, size)[1][None].to(vae.dtype)
+        output = vae.decode(vae.encode(clip).latent_dist.mode()).sample
+        values.append(-10 * math.log10(F.mse_loss(output.float(), clip.float()).item() / 4))
+    return values

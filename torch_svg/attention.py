@@ -126,7 +126,8 @@ def dense_attention(
     Raises:
         ValueError: The shapes do not fit each other.
     """
-    if query.ndim != 4 or key.shape != value.shape or query.shape[0] != key.shape[0] or query.shape[2:] != key.shape[2:]:
+    fitting = query.ndim == key.ndim == 4 and query.shape[0] == key.shape[0] and query.shape[2:] == key.shape[2:]
+    if not fitting or key.shape != value.shape:
         raise ValueError(
             "dense attention needs query (batch, query_tokens, heads, head_dim) and key, value "
             f"(batch, key_tokens, heads, head_dim), got {tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}"

@@ -86,7 +86,7 @@ def _dispatched_core(
         )
     if is_causal or dropout_p or enable_gqa:
         raise NotImplementedError(
-            f"attention with {is_causal=}, {dropout_p=}, {enable_gqa=} is not served; expected a plain bidirectional one"
+            f"attention with {is_causal=}, {dropout_p=}, {enable_gqa=} is not served; expected a plain one"
         )
     if _parallel_config is not None:
         raise NotImplementedError(PARALLEL_CONFIG_MESSAGE)

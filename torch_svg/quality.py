@@ -36,15 +36,15 @@ def video_ssim(video, reference) -> float:
     from skimage.metrics import structural_similarity
 
     video, reference = _pair(video, reference)
-    return float(
-        np.mean([structural_similarity(a, b, channel_axis=-1, data_range=1.0) for a, b in zip(video, reference, strict=True)])
-    )
+    frames = zip(video, reference, strict=True)
+    return float(np.mean([structural_similarity(a, b, channel_axis=-1, data_range=1.0) for a, b in frames]))
 
 
 def _pair(video, reference):
     video, reference = np.asarray(video, dtype=np.float64), np.asarray(reference, dtype=np.float64)
     if video.ndim != 4 or video.shape != reference.shape:
         raise ValueError(
-            f"expected two videos of one shape (frames, height, width, channels), got {video.shape} and {reference.shape}"
+            "expected two videos of one shape (frames, height, width, channels), got "
+            f"{video.shape} and {reference.shape}"
         )
     return video, reference

@@ -70,7 +70,8 @@ class RunReport:
         fields = asdict(self)
         for name, value in fields.items():
             if isinstance(value, np.ndarray):
-                fields[name] = np.where(np.isnan(value), None, value).tolist() if value.dtype.kind == "f" else value.tolist()
+                # JSON has no NaN
+                fields[name] = (np.where(np.isnan(value), None, value) if value.dtype.kind == "f" else value).tolist()
         return fields
 
     def save(self, folder) -> None:

@@ -17,7 +17,7 @@ def _preset(transformer, grid) -> Preset:
         density=0.25,
         warmup_steps=0.1,
         dense_layers=0.03,
-        source="Sparse-VideoGen's HunyuanVideo 720p script: sparsity 0.25, 10 % of the steps and 3 % of the layers dense",
+        source="Sparse-VideoGen's HunyuanVideo 720p script: sparsity 0.25, 10 % of steps and 3 % of layers dense",
     )
 
 

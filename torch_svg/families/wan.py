@@ -4,7 +4,7 @@ from ..config import Preset
 from ..grid import TokenGrid
 from .base import Family, rotate_pairs
 
-_SVG_SCRIPTS = "Sparse-VideoGen's Wan scripts: sparsity 0.30, 3 % of the layers and 20 % of the steps dense (35 % for I2V)"
+_SVG_SCRIPTS = "Sparse-VideoGen's Wan scripts: sparsity 0.30, 3 % of layers and 20 % of steps (I2V: 35 %) dense"
 
 
 def _grid(transformer, inputs) -> TokenGrid:

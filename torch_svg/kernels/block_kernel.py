@@ -11,8 +11,9 @@ carries one value against each of them. So the softmax offset, padded keys and t
     lane 1   key 1 where it is padding      query -1e30
     lane 2   key 1 where it is in frame 0   query -1e30 once a temporal head's sink is done
 
-The offset is a row maximum over the first keys that the block sees. Scores may lie far above or below it; the f32
-exponent has room for 2**100. A block whose sums leave that room is computed once more with an online softmax.
+The offset is one number for the block, from its scores against the first keys that it visits. A row's scores may lie
+far above or below it: the f32 exponent has room for 2**100 either way. A block in which some row's sum leaves that
+room is computed once more with an online softmax.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ _STEP = 256
 _OFFSET_KEYS = 128
 _FAR = -1e30
 # a sum of weights outside this range has lost, or is about to lose, what f32 can hold
-_LEAST_SUM, _LARGEST_SUM = 2.0**-80, 2.0**100
+_LEAST_SUM, _LARGEST_SUM = 2.0**-100, 2.0**100
+# the offset lies this far below the largest score that it was taken from: most rows peak lower
+_BELOW_PEAK = 20.0
 
 _KEYS_BY_QUERIES = (((1,), (1,)), ((), ()))
 _OVER_KEYS = (((0,), (0,)), ((), ()))
@@ -159,6 +162,7 @@ class Scratch(NamedTuple):
     maximum: object
     weighted: object
     slot: object
+    offset: object
     key_arrived: object
     value_arrived: object
     query_arrived: object
@@ -185,6 +189,7 @@ def scratch_shapes(shape: KernelShape) -> Scratch:
         maximum=pltpu.VMEM(sums, jnp.float32),
         weighted=pltpu.VMEM((shape.lanes, rows), jnp.float32),
         slot=pltpu.SMEM((1,), jnp.int32),
+        offset=pltpu.SMEM((1,), jnp.float32),
         key_arrived=pltpu.SemaphoreType.DMA((2,)),
         value_arrived=pltpu.SemaphoreType.DMA((2,)),
         query_arrived=pltpu.SemaphoreType.DMA((2,)),
@@ -238,8 +243,8 @@ class _QueryBlock:
         first_slot = at.slot[0]
         self._wait_query()
         self._scale_query()
-        self._wait_item(self._item(0), first_slot)
-        self._set_query_flags(-self._offset(first_slot), in_sink=True)
+        self._wait_granules(self._item(0) >> 8 & 127, first_slot)
+        self._choose_offset(first_slot)
         self._clear()
 
         def visit(index, _):
@@ -254,12 +259,7 @@ class _QueryBlock:
             def _():
                 self._copy_item(self._first_item_of(next_head, next_block), next_head, 1 - slot)
 
-            self._compute(item, slot)
-
-            @pl.when(index + 1 < self.item_count)
-            def _():
-                self._wait_item(self._item(index + 1), 1 - slot)
-
+            self._compute(item, index, slot)
             return 0
 
         lax.fori_loop(0, self.item_count, visit, 0)
@@ -298,43 +298,53 @@ class _QueryBlock:
             to = pl.ds(shape.lanes, LANES)
             pairs.append((inputs.flags, inputs.flags_frames, self.at.key, to, pl.ds(0, LANES), self.at.key_arrived))
 
-        def copy_granules(in_frames):
-            def copy(granule, _):
-                target = pl.ds(granule * shape.key_units, shape.key_units)
-                for by_units, by_frames, buffer, to, lane, arrived in pairs:
-                    if in_frames:
-                        source = by_frames.at[batch, pl.ds(0, shape.key_units), start + granule, :, lane]
-                    else:
-                        source = by_units.at[pl.ds(base + granule * shape.key_units, shape.key_units), :, lane]
-                    pltpu.make_async_copy(source, buffer.at[slot, target, :, to], arrived.at[slot]).start()
-                return 0
+        def copy(granule, count, in_frames):
+            target = pl.ds(granule * shape.key_units, count * shape.key_units)
+            for by_units, by_frames, buffer, to, lane, arrived in pairs:
+                if in_frames:
+                    source = by_frames.at[batch, pl.ds(0, shape.key_units), start + granule, :, lane]
+                else:
+                    source = by_units.at[pl.ds(base + granule * shape.key_units, count * shape.key_units), :, lane]
+                pltpu.make_async_copy(source, buffer.at[slot, target, :, to], arrived.at[slot]).start()
 
-            lax.fori_loop(0, granules, copy, 0)
+        def copy_all(in_frames):
+            # the commonest size with as few instructions as can be
+            most = shape.full_granules[0]
+
+            @pl.when(granules == most)
+            def _():
+                for granule in range(most if in_frames else 1):
+                    copy(granule, 1 if in_frames else most, in_frames)
+
+            @pl.when(granules != most)
+            def _():
+                lax.fori_loop(0, granules, lambda granule, _: (copy(granule, 1, in_frames), 0)[1], 0)
 
         if not shape.any_temporal:
-            copy_granules(False)
+            copy_all(False)
             return
         in_frames = (self.tables.orders[self.tables.kinds[head]] == 1) & (item >> 1 & 1 == 0)
-        pl.when(in_frames)(lambda: copy_granules(True))
-        pl.when(jnp.logical_not(in_frames))(lambda: copy_granules(False))
+        pl.when(in_frames)(lambda: copy_all(True))
+        pl.when(jnp.logical_not(in_frames))(lambda: copy_all(False))
 
-    def _wait_item(self, item, slot) -> None:
+    def _wait_granules(self, granules, slot) -> None:
         """Waits for what ``_copy_item`` started: as many bytes, whichever way they were read."""
-        shape, inputs = self.shape, self.inputs
-        units, lanes = pl.ds(0, shape.key_units), pl.ds(0, shape.lanes)
+        if isinstance(granules, int):
+            self._wait_units(granules * self.shape.key_units, slot)
+        else:
+            lax.fori_loop(0, granules, lambda *_: (self._wait_units(self.shape.key_units, slot), 0)[1], 0)
 
-        def wait(_, carry):
-            for source, buffer, to, arrived in (
-                (inputs.key.at[units, :, lanes], self.at.key, lanes, self.at.key_arrived),
-                (inputs.value.at[units, :, lanes], self.at.value, lanes, self.at.value_arrived),
-            ):
-                pltpu.make_async_copy(source, buffer.at[slot, units, :, to], arrived.at[slot]).wait()
-            if shape.keys_flagged:
-                target = self.at.key.at[slot, units, :, pl.ds(shape.lanes, LANES)]
-                pltpu.make_async_copy(inputs.flags.at[units], target, self.at.key_arrived.at[slot]).wait()
-            return carry
-
-        lax.fori_loop(0, item >> 8 & 127, wait, 0)
+    def _wait_units(self, count: int, slot) -> None:
+        shape, inputs, at = self.shape, self.inputs, self.at
+        units, lanes, flags = pl.ds(0, count), pl.ds(0, shape.lanes), pl.ds(shape.lanes, LANES)
+        waits = [
+            (inputs.key.at[units, :, lanes], at.key.at[slot, units, :, lanes], at.key_arrived),
+            (inputs.value.at[units, :, lanes], at.value.at[slot, units, :, lanes], at.value_arrived),
+        ]
+        if shape.keys_flagged:
+            waits.append((inputs.flags.at[units], at.key.at[slot, units, :, flags], at.key_arrived))
+        for source, target, arrived in waits:
+            pltpu.make_async_copy(source, target, arrived.at[slot]).wait()
 
     def _copy_query(self, head, block, slot) -> None:
         shape, inputs = self.shape, self.inputs
@@ -436,24 +446,20 @@ class _QueryBlock:
             query = jnp.where(lax.div(lane, width) == place, query, 0.0)
         self.at.query[:, : shape.lanes] = query.astype(shape.dtype)
 
-    def _offset(self, slot):
-        """(query rows, 1): the row maximum over a few keys of the first item."""
+    def _choose_offset(self, slot) -> None:
+        """Takes the block's offset from its scores against a few keys of the first item, and writes the flags."""
         shape = self.shape
         units = max(1, min(_OFFSET_KEYS, shape.granule_rows) // shape.unit)
         keys = self.at.key[slot, :units, :, : shape.lanes].reshape(units * shape.unit, shape.lanes)
-        scores = self._dot(self.at.query[:, : shape.lanes], keys, _KEYS_BY_QUERIES)
-        return scores.max(axis=1, keepdims=True)
+        scores = self._dot(keys, self.at.query[:, : shape.lanes], _KEYS_BY_QUERIES)
+        self.at.offset[0] = jnp.max(scores) - _BELOW_PEAK
+        self._write_query_flags(in_sink=True)
 
-    def _set_query_flags(self, offset, in_sink: bool) -> None:
+    def _write_query_flags(self, in_sink: bool) -> None:
         lane = lax.broadcasted_iota(jnp.int32, (self.shape.query_rows, LANES), 1)
-        flags = jnp.where(lane == 0, offset, jnp.where(lane == 1, _FAR, 0.0 if in_sink else _FAR))
-        flags = jnp.where(lane <= 2, flags, 0.0)
+        flags = jnp.where(lane == 1, _FAR, 0.0 if in_sink else _FAR)
+        flags = jnp.where(lane == 0, -self.at.offset[0], jnp.where(lane <= 2, flags, 0.0))
         self.at.query[:, self.shape.lanes :] = flags.astype(self.shape.dtype)
-
-    def _leave_sink(self) -> None:
-        lane = lax.broadcasted_iota(jnp.int32, (self.shape.query_rows, LANES), 1)
-        flags = self.at.query[:, self.shape.lanes :].astype(jnp.float32)
-        self.at.query[:, self.shape.lanes :] = jnp.where(lane == 2, _FAR, flags).astype(self.shape.dtype)
 
     def _clear(self) -> None:
         self.at.total[...] = jnp.zeros_like(self.at.total)
@@ -462,13 +468,37 @@ class _QueryBlock:
 
     # --- an item ---
 
-    def _compute(self, item, slot) -> None:
+    def _compute(self, item, index, slot) -> None:
         shape = self.shape
         start, granules, body = item >> 15, item >> 8 & 127, item >> 2 & 63
         if shape.ends_sink:
-            pl.when(item & 1 == 1)(self._leave_sink)
-        for used in sorted(shape.bodies):
-            pl.when(body == used)(lambda used=used: self._run_body(used, start, granules, slot))
+            pl.when(item & 1 == 1)(lambda: self._write_query_flags(in_sink=False))
+
+        def run(used):
+            # the first item was waited for already, to choose the offset
+            pl.when(index > 0)(lambda: self._wait_granules(self._granules_of(used, granules), slot))
+            self._run_body(used, start, granules, slot)
+
+        commonest, rest = FIRST_FULL, sorted(shape.bodies - {FIRST_FULL})
+        if commonest in shape.bodies:
+            pl.when(body == commonest)(lambda: run(commonest))
+        if rest:
+
+            @pl.when(body != commonest)
+            def _():
+                for used in rest:
+                    pl.when(body == used)(lambda used=used: run(used))
+
+    def _granules_of(self, body, granules):
+        """Granules of an item of this body, static where they are."""
+        shape = self.shape
+        if body == PARTIAL:
+            return granules
+        if body == TAIL:
+            return 1
+        if body < shape.first_edge:
+            return shape.full_granules[body - FIRST_FULL]
+        return len((shape.left_edges + shape.right_edges)[body - shape.first_edge])
 
     def _run_body(self, body, start, granules, slot) -> None:
         shape = self.shape
@@ -578,15 +608,16 @@ class _QueryBlock:
     def _start_over(self, slot) -> None:
         """The block once more: granule by granule, online softmax, nothing overlapped. Rare, small and safe."""
         shape = self.shape
-        self._set_query_flags(jnp.zeros((shape.query_rows, 1), jnp.float32), in_sink=True)
+        self.at.offset[0] = 0.0
+        self._write_query_flags(in_sink=True)
         self._clear()
 
         def visit(index, _):
             item = self._item(index)
             self._copy_item(item, self.head, slot)
-            self._wait_item(item, slot)
+            self._wait_granules(item >> 8 & 127, slot)
             if shape.ends_sink:
-                pl.when(item & 1 == 1)(self._leave_sink)
+                pl.when(item & 1 == 1)(lambda: self._write_query_flags(in_sink=False))
             lax.fori_loop(0, item >> 8 & 127, lambda granule, _: self._visit_online(item, granule, slot), 0)
             return 0
 
@@ -622,7 +653,7 @@ class _QueryBlock:
         # the last block of a head has waited for the slot of the first block of the next
         pl.when((self.program >= 2) & (self.block > 0))(lambda: self._wait_output(slot))
         total = at.total[...].sum(axis=0, keepdims=True)
-        output = (at.weighted[...] * (1.0 / total)).T.astype(shape.dtype)
+        output = (at.weighted[...] * (1.0 / total)).astype(shape.dtype).T
         at.output[slot] = output.reshape(shape.query_granules * shape.query_units, shape.unit, shape.lanes)
         # a last block that was moved back writes rows of the one before it again
         pl.when((self.block == shape.query_blocks - 1) & (self.program >= 1))(lambda: self._wait_output(1 - slot))
