@@ -28,11 +28,11 @@ lint: $(STAMP)
 doctor: $(STAMP)
 	$(BIN)/torch-svg doctor
 
-# made once; made again only when the requirements change
+# made once; made again only when the requirements change. python compiles what it imports, pip would compile it all
 $(STAMP): setup.py pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --progress-bar off $(PIP_FLAGS) -e ".[tpu,demo,test]"
+	$(BIN)/python -m pip install --progress-bar off --no-compile $(PIP_FLAGS) -e ".[tpu,demo,test]"
 	touch $@
 
 clean:
