@@ -154,12 +154,12 @@ $region0: #{k}
   #allocation1 [shape = 'u8[512]{0}', space=smem, size = 0x200, offset = 0x0, tag = 'prefetched SMEM operand 0']
   // region range: [0, 40)
   %s1_s0 = smov 0
-  $region9: #{k} parent=0 // loop_body
+  $region9 (PrimaryCoreRegion): #{k} parent=0 // loop_body
     // region range: [4, 30)
     %s2_s1 = sphi %s1_s0, %s3_s2 /* phi copy */
     %s3_s2 = sadd.s32 1, %s2_s1
     %s4_s3 = sld [smem:[#allocation1 + %s2_s1]]
-    $region1: #{k} parent=9 // pred_check
+    $region1: #{k} parent=9 (PrimaryCoreRegion) // pred_check
       // region range: [4, 6)
       %p5_p0 = scmp.lt.s32.totalorder %s4_s3, 7
     $region2: #{k} parent=9 // pred_check_branch
@@ -206,6 +206,8 @@ class TestReading:
             (PROGRAM, "some other dump"),
             (PROGRAM.replace("pred_fallthru", "switch_case"), _units(40)),
             (PROGRAM.replace("// pred_fallthru", ""), _units(40)),
+            (PROGRAM.replace("// pred_region", ""), _units(40)),
+            (PROGRAM.replace("// loop_body", ""), _units(40)),
             (PROGRAM.replace("    // region range: [4, 30)\n", "", 1), _units(40)),
         ],
     )
@@ -373,10 +375,11 @@ class TestRefusals:
 
     def test_missing_libtpu(self, monkeypatch):
         found = aot.importlib.util.find_spec
-        finder = SimpleNamespace(
-            util=SimpleNamespace(find_spec=lambda name: (name != "libtpu" and found(name)) or None)
-        )
-        monkeypatch.setattr(aot, "importlib", finder)
+
+        def without_libtpu(name):
+            return None if name == "libtpu" else found(name)
+
+        monkeypatch.setattr(aot, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=without_libtpu)))
         with pytest.raises(ImportError, match="pip install libtpu"):
             aot.compile_module(b"")
 

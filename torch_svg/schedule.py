@@ -26,7 +26,9 @@ OVERLAY_DUMP = "overlay-graph.txt"
 DUMP_FILTER = ".*(post-delay-converter|pre-delay_hlo-static|overlay-graph).*"
 
 _HEADER = re.compile(r"^\$region0: #\{(.*)\}$", re.MULTILINE)
-_REGION = re.compile(r"\s*\$region(\d+): #\{.*?\}(?: parent=(\d+))?(?: // (\w+))?")
+_REGION = re.compile(
+    r"\s*\$region(\d+)(?: \(\w+\))?: #\{.*?\}(?: parent=(\d+)(?: \(\w+\))?)?(?: // (\w+))?",
+)
 _RANGE = re.compile(r"\s*// region range: \[(\d+), (\d+)\)")
 _VMEM = re.compile(r"#allocation\w+ \[shape = .*space=vmem, size = (0x[0-9a-f]+|\d+), offset = (0x[0-9a-f]+|\d+)")
 _OVERLAY = re.compile(r'"#\d+:(\w+) def:\S+ size:(\d+)')
@@ -221,11 +223,15 @@ def _spans(lines):
         elif kind == "pred_region":
             open_branches.append((number, check_end))
         elif kind == "pred_fallthru":
+            if not open_branches:
+                raise UnknownScheduleFormat(f"region {number} ends a branch that never began")
             branch, begin = open_branches.pop()
             spans.append((branch, "branch", min(begin, start), start, None))
         elif kind == "loop_body":
             open_loops.append((number, start))
         elif kind == "loop_header_branch":
+            if not open_loops:
+                raise UnknownScheduleFormat(f"region {number} ends a loop that never began")
             loop, begin = open_loops.pop()
             spans.append((loop, "loop", begin, end, None))
         elif kind not in (

@@ -20,7 +20,7 @@ import numpy as np
 
 from torch_svg.schedule import Schedule, UnknownScheduleFormat
 
-_LABEL = re.compile(r"\s*\$region(\d+):")
+_LABEL = re.compile(r"\s*\$region(\d+)(?: \(\w+\))?:")
 _INSTRUCTION = re.compile(r"\s*(?:(%\w+)\s*=\s*)([\w.]+)(.*)")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _PREDICATE = re.compile(r"\((!?%p\w+)(?:, (%\w+))?\),?")
