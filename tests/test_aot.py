@@ -203,6 +203,7 @@ class TestReading:
         ("program", "units"),
         [
             (PROGRAM, _units(39)),
+            (PROGRAM, _units(42)),
             (PROGRAM, "some other dump"),
             (PROGRAM.replace("pred_fallthru", "switch_case"), _units(40)),
             (PROGRAM.replace("// pred_fallthru", ""), _units(40)),
