@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from diffusers import CogVideoXTransformer3DModel, HunyuanVideoTransformer3DModel
-from utils import assert_close
+from numerics import assert_close
 
 import torch_svg
 from torch_svg import SparseVideoAttnProcessor, SparseVideoConfig

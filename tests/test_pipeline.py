@@ -6,7 +6,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from utils import assert_close
+from numerics import assert_close
 
 import torch_svg
 import torch_svg.patches

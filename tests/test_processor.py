@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from utils import assert_close
+from numerics import assert_close
 
 import torch_svg
 from torch_svg import SparseVideoAttnProcessor, SparseVideoConfig

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from utils import assert_close
+from numerics import assert_close
 
 from torch_svg.grid import TokenGrid
 from torch_svg.kernels.reference import reference_attention

@@ -1,4 +1,4 @@
-"""CogVideoX 2B, 5B and 1.5: text stands before the video, padding attended; latents are (batch, frames, channels, ...)."""
+"""CogVideoX 2B, 5B and 1.5: text before the video, its padding attended; latents are (batch, frames, channels, ...)."""
 
 from ..config import Preset
 from ..grid import TokenGrid
