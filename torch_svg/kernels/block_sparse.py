@@ -64,7 +64,7 @@ def block_sparse_attention(
     keys, values = (in_layout(x, layout, with_text=True) for x in (key, value))
     flags = key_flags(layout, batch, text_lengths, query.dtype) if flagged else None
     queries = in_layout(query, layout, with_text=False)
-    video = _attend_video(queries, keys, values, flags, kinds, table, heads, head_dim, scale, softmax, interpret)
+    video = attend_video(queries, keys, values, flags, kinds, table, heads, head_dim, scale, softmax, interpret)
     video = video.reshape(batch, layout.frames, layout.frame_rows, heads, head_dim)
     video = video[:, :, : grid.tokens_per_frame].reshape(batch, grid.video_tokens, heads, head_dim)
     if not grid.text_tokens:
@@ -224,7 +224,7 @@ def _bounds(plan: Plan, blocks: Blocks) -> np.ndarray:
     return bounds.reshape(-1, 8, lanes)
 
 
-def _attend_video(queries, keys, values, flags, kinds, table, heads, head_dim, scale, softmax, interpret):
+def attend_video(queries, keys, values, flags, kinds, table, heads, head_dim, scale, softmax, interpret):
     batch = queries.shape[0]
     layout = table.layout
     shape = kernel_shape(table, batch, heads, head_dim, queries.dtype, scale, softmax, flags is not None)
