@@ -255,11 +255,19 @@ def compile_for_v6e(lowered, release, folder):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize(("release", "built"), [("0.0.21", "Aug 15 2025"), ("0.0.23.1", "Oct  8 2025")])
+@pytest.mark.parametrize(("release", "built"), [("0.0.21", "Aug 15 2025"), ("0.0.23.1", "Oct 8 2025")])
 def test_kernels_compile_with_the_pinned_libtpu_and_a_newer_one(tmp_path, release, built):
     import jax
 
-    lowered = bridge.lower(doubling_kernel, jax.ShapeDtypeStruct((256, 128), "float32"), platform="tpu")
+    from torch_svg.grid import TokenGrid
+    from torch_svg.kernels.block_sparse import block_sparse_attention
+    from torch_svg.pattern import sparse_plan
+
+    grid = TokenGrid(frames=3, height=16, width=16, text_tokens=7)
+    array = jax.ShapeDtypeStruct((1, grid.tokens, 3, 128), "bfloat16")
+    kinds = jax.ShapeDtypeStruct((1, 3), "int32")
+    plan = sparse_plan(grid, density=0.5)
+    lowered = bridge.lower(block_sparse_attention, array, array, array, kinds, platform="tpu", plan=plan)
     done = compile_for_v6e(lowered, release, tmp_path)
     assert f"Built on {built}" in done.stdout and "compiled" in done.stdout, done.stdout + done.stderr[-3000:]
 
