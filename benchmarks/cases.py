@@ -19,7 +19,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from benchmarks import google_described
 from benchmarks.shapes import LADDER, LADDER_HEADS, SHAPES, knob_half_width
-from torch_svg.kernels import block_sparse
+from torch_svg.kernels import block_sparse, profiling
 from torch_svg.kernels.tuning import blocks_for
 from torch_svg.pattern import DENSE, SPATIAL, TEMPORAL, Pattern, Plan, pair_density
 from torch_svg.worktable import PARTIAL, TAIL, decode, encode, tile_density, work_table
@@ -219,14 +219,18 @@ def _layout_case():
     return Case("layout", "a reorder pass by XLA, which our kernel does not need", (program,), yardstick=None)
 
 
-def _profiling_case():
-    from torch_svg.kernels import profiling
+def own_probe(query, key, value, *, heads: int, **static):
+    """Our probe on what a projection makes: (batch, tokens, heads * head_dim)."""
+    return profiling.probe_errors(*(x.reshape(*x.shape[:2], heads, -1) for x in (query, key, value)), **static)
 
+
+def _profiling_case():
     tokens = LADDER.grid.tokens
-    array = _bf16(1, tokens, LADDER_HEADS, LADDER.head_dim)
+    array = _bf16(1, tokens, LADDER_HEADS * LADDER.head_dim)
     plan = plan_of(LADDER.grid, knob_half_width(tokens, KNOBS["svg30"]))
     rows = tuple(int(row) for row in np.linspace(0, tokens - 1, PROBE_ROWS).astype(int))
-    program = Program(profiling.probe_errors, (array, array, array), {"plan": plan, "rows": rows})
+    static = {"plan": plan, "rows": rows, "heads": LADDER_HEADS}
+    program = Program(own_probe, (array, array, array), static)
     return Case("profiling", f"probe of {PROBE_ROWS} query rows, all patterns", (program,), yardstick=None, plan=plan)
 
 
@@ -242,7 +246,7 @@ def ladder() -> list[Case]:
         _own_case("online_svg30", "knob 0.30 + first frame, exact, online softmax", "svg30", softmax="online"),
         _own_case("exact_google", "Google's point: knob 0.35 + first frame, exact", "google"),
         _own_case("rounded_google", "Google's point, rounded to granules", "google", rounded=True),
-        *([_profiling_case()] if __import__("importlib").util.find_spec("torch_svg.kernels.profiling") else []),
+        _profiling_case(),
         _layout_case(),
         _cogvideox_case("cogvideox15_dense", "CogVideoX 1.5, 48 heads of 64, our kernel dense", "dense", None),
         _cogvideox_case("cogvideox15_svg30", "CogVideoX 1.5, knob 0.30 + first frame", "both", "cogvideox15_dense"),

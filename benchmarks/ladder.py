@@ -25,7 +25,7 @@ from torch_svg.schedule import UnknownScheduleFormat
 from torch_svg.schedule_walk import DataDependentBranch
 
 # what one case may fail with without taking the others along
-_FAILURES = (aot.CompileError, UnknownScheduleFormat, DataDependentBranch, NotImplementedError)
+FAILURES = (aot.CompileError, UnknownScheduleFormat, DataDependentBranch, NotImplementedError)
 
 
 class Ruler:
@@ -56,7 +56,7 @@ def row_of(case: Case, ruler: Ruler) -> dict:
     try:
         compiled = [ruler.compile(program) for program in case.programs]
         predictions = [ruler.predict(program) for program in case.programs]
-    except _FAILURES as failure:
+    except FAILURES as failure:
         return {**row, "ms": None, "error": f"{type(failure).__name__}: {failure}"[:500]}
     row["ms"] = sum(prediction.milliseconds for prediction in predictions)
     row["bundles"] = sum(schedule.bundles for one in compiled for schedule in one.schedules)

@@ -1,0 +1,199 @@
+"""Finds block sizes with the compiler's cycles as the cost: `python -m benchmarks.tune --chip v6e --tokens 21x45x80`.
+
+Candidates are screened by a rough cost of their work tables, the best few are compiled for the chip, and the winner
+is checked against the reference in the interpreter. `--write` puts it into the table that the kernels read. Nothing
+runs on a TPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+import torch
+
+from benchmarks.cases import KNOBS, Program, kinds_of, own_attention, plan_of
+from benchmarks.ladder import FAILURES, Ruler
+from benchmarks.shapes import SHAPES, knob_half_width
+from torch_svg import aot
+from torch_svg.grid import TokenGrid
+from torch_svg.kernels import block_sparse, tuned_blocks, tuning
+from torch_svg.kernels.reference import reference_attention
+from torch_svg.pattern import SPATIAL, TEMPORAL, Plan
+from torch_svg.worktable import FIRST_FULL, PARTIAL, Blocks, work_table
+
+TABLE = Path(tuned_blocks.__file__)
+# rough cycles on v6e, fitted to compiled bodies: per pair, per key row, per query row, per item
+PER_PAIR, PER_KEY, PER_QUERY, PER_ITEM = 1.55e-3, 0.116, 0.016, 530
+EDGE_FACTOR, PARTIAL_FACTOR = 1.3, 2.0
+# largest relative RMS against the f32 reference in bf16
+TOLERANCE = 0.01
+
+
+@dataclass(frozen=True)
+class Result:
+    """A candidate and its predicted times."""
+
+    blocks: Blocks
+    milliseconds: float
+    dense_milliseconds: float
+
+
+def parse_tokens(text: str) -> TokenGrid:
+    """``FRAMESxHEIGHTxWIDTH``, or a name of `benchmarks.shapes`."""
+    if text in SHAPES:
+        return SHAPES[text].grid
+    try:
+        return TokenGrid(*map(int, text.split("x")))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"got tokens {text!r}, expected FRAMESxHEIGHTxWIDTH or one of {sorted(SHAPES)}") from error
+
+
+def candidates(grid: TokenGrid) -> list[Blocks]:
+    """Block sizes worth a thought, the rule's own among them."""
+    found = {tuning.rule(grid)}
+    for unit in range(16, 129, 16):
+        padded = -(-grid.tokens_per_frame // unit) * unit
+        rows, granules = unit * grid.frames, padded // unit
+        if padded > 1.03 * grid.tokens_per_frame or not 96 <= rows <= 1024:
+            continue
+        for query in range(1, granules + 1):
+            if not 1000 <= query * rows <= 3400:
+                continue
+            fulls = {(query, max(1, query // 2), 1), (query, max(1, query // 3), 1), (query, 1)}
+            for full in fulls:
+                sizes = tuple(sorted(set(full), reverse=True))
+                for edge in {0, min(query, 3), min(query, 4), query}:
+                    if edge == 0 or granules > 4 * query:
+                        found.add(Blocks(unit, query, sizes, edge))
+    return list(found)
+
+
+def rough_cycles(plan: Plan, blocks: Blocks) -> float:
+    """Cycles of one spatial and one temporal head by the fitted cost: only good enough to rank."""
+    table = work_table(plan, blocks)
+    total = 0.0
+    for pattern in (SPATIAL, TEMPORAL):
+        for block in range(table.query_blocks):
+            total += 1500
+            for item in table.items_of(pattern, block):
+                cycles = PER_PAIR * table.pairs_of(item) + PER_QUERY * table.query_rows
+                cycles += PER_KEY * item.granules * table.layout.granule_rows + PER_ITEM
+                if item.body == PARTIAL:
+                    cycles = PARTIAL_FACTOR * cycles
+                elif item.body >= FIRST_FULL + len(blocks.full_granules):
+                    cycles = EDGE_FACTOR * cycles
+                total += cycles
+    return total
+
+
+def measure(ruler: Ruler, grid: TokenGrid, heads: int, head_dim: int, blocks: Blocks) -> Result:
+    """Compiles one candidate; half the heads spatial and half temporal."""
+    array = jax.ShapeDtypeStruct((1, grid.tokens, heads * head_dim), jax.numpy.bfloat16)
+    plan = plan_of(grid, knob_half_width(grid.video_tokens, KNOBS["svg30"]))
+    static = {"plan": plan, "heads": heads, "blocks": blocks}
+    both, dense = (
+        ruler.predict(Program(own_attention, (array, array, array, kinds_of(heads, kind)), static)).milliseconds
+        for kind in ("both", "dense")
+    )
+    return Result(blocks, both, dense)
+
+
+def check_numerics(grid: TokenGrid, head_dim: int, blocks: Blocks) -> float:
+    """Relative RMS against the reference in the interpreter, on a small grid that uses the same bodies."""
+    granules = 2 * blocks.query_granules + 1
+    small = TokenGrid(grid.frames, 1, granules * blocks.unit - 3)
+    plan = plan_of(small, small.video_tokens // 5)
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, small.tokens, 2, head_dim)
+    arrays = [torch.randn(shape, generator=generator).bfloat16() for _ in range(3)]
+    kinds = torch.tensor([[SPATIAL, TEMPORAL]], dtype=torch.int32)
+    want = reference_attention(*arrays, kinds, plan=plan).float().numpy()
+    inputs = [jax.numpy.asarray(x.float().numpy(), jax.numpy.bfloat16) for x in arrays]
+    got = block_sparse.block_sparse_attention(*inputs, kinds.numpy(), plan=plan, blocks=blocks, interpret=True)
+    got = np.asarray(got, np.float32)
+    return float(np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)))
+
+
+def tune(chip: str, grid: TokenGrid, heads: int, head_dim: int, compiles: int) -> list[Result]:
+    """The best candidates, quickest first."""
+    plan = plan_of(grid, knob_half_width(grid.video_tokens, KNOBS["svg30"]))
+    chosen, sizes = [tuning.rule(grid)], set()
+    for blocks in sorted(candidates(grid), key=lambda blocks: rough_cycles(plan, blocks)):
+        # the rough cost cannot tell variants of one query block apart: one of each is compiled
+        size = blocks.unit, blocks.query_granules
+        if len(chosen) < compiles and blocks not in chosen and size not in sizes:
+            chosen.append(blocks)
+            sizes.add(size)
+    ruler, results = Ruler(chip), []
+    for blocks in chosen:
+        try:
+            result = measure(ruler, grid, heads, head_dim, blocks)
+        except FAILURES as failure:
+            print(f"{blocks}: {type(failure).__name__} {str(failure)[:120]}", file=sys.stderr)
+            continue
+        print(f"{result.milliseconds:8.2f} ms, dense {result.dense_milliseconds:7.2f} ms  {blocks}", file=sys.stderr)
+        results.append(result)
+    if not results:
+        raise RuntimeError(f"none of {len(chosen)} candidates compiles for {chip}; see the messages above")
+    return sorted(results, key=lambda result: result.milliseconds)
+
+
+def write(chip: str, grid: TokenGrid, head_dim: int, blocks: Blocks) -> None:
+    """Adds an entry to the shipped table, or replaces it."""
+    entries = dict(tuned_blocks.TABLE)
+    sizes = (blocks.unit, blocks.query_granules, blocks.full_granules, blocks.edge_granules)
+    entries[chip, head_dim, grid.frames, grid.tokens_per_frame] = sizes
+    rows = [
+        f'    ("{name}", {dim}, {frames}, {places}): {value},'
+        for (name, dim, frames, places), value in sorted(entries.items())
+    ]
+    lines = [f'"""{tuned_blocks.__doc__}"""', "", "TABLE = {", *rows]
+    TABLE.write_text("\n".join([*lines, "}", ""]))
+    tuned_blocks.TABLE = entries
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--chip", default="v6e", choices=sorted(n for n, c in aot.CHIPS.items() if c.clock_ghz))
+    parser.add_argument("--tokens", required=True, metavar="FxHxW", help="grid, or a name of benchmarks/shapes.py")
+    parser.add_argument("--heads", type=int, help="heads of the compiled call; default 8 (times scale with it)")
+    parser.add_argument("--head-dim", type=int, help="default: 128, or that of the named shape")
+    parser.add_argument("--compiles", type=int, default=6, help="candidates to compile, after screening")
+    parser.add_argument("--write", action="store_true", help="put the winner into the shipped table")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    if reason := aot.available():
+        print(reason, file=sys.stderr)
+        return 1
+    jax.config.update("jax_platforms", "cpu")
+    grid = parse_tokens(options.tokens)
+    named = SHAPES.get(options.tokens)
+    head_dim = options.head_dim or (named.head_dim if named else 128)
+    results = tune(options.chip, grid, options.heads or 8, head_dim, options.compiles)
+    best = results[0]
+    error = check_numerics(grid, head_dim, best.blocks)
+    if error > TOLERANCE:
+        print(f"{best.blocks} is off by {error:.3%} in the interpreter, allowed {TOLERANCE:.0%}", file=sys.stderr)
+        return 2
+    if options.write:
+        write(options.chip, grid, head_dim, best.blocks)
+    rows = [
+        {**asdict(result.blocks), "ms": result.milliseconds, "dense_ms": result.dense_milliseconds}
+        for result in results
+    ]
+    summary = {"chip": options.chip, "grid": options.tokens, "head_dim": head_dim, "relative_rms": error, "rows": rows}
+    if options.json:
+        print(json.dumps(summary, indent=1))
+    else:
+        print(f"PREDICTED for {options.chip}: {best.blocks} {best.milliseconds:.2f} ms; interpreter off by {error:.2%}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
