@@ -13,6 +13,10 @@ import torch
 from . import bridge
 from .kernels.reference import reference_attention, reference_dense
 from .pattern import Plan
+from .routing import probe_errors
+
+# sampled rows that the probe kernel has lanes for; more are probed with plain operations
+MAX_KERNEL_ROWS = 128
 
 SPARSE_IMPLEMENTATIONS = ("pallas", "pallas_interpret", "xla", "reference")
 
@@ -99,6 +103,36 @@ def sparse_video_attention(
         plan_name(plan),
         scale,
         implementation,
+    )
+
+
+def probe_patterns(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    text_lengths: torch.Tensor | None = None,
+    *,
+    plan: Plan,
+    rows: tuple[int, ...],
+    scale: float,
+    implementation: str,
+) -> torch.Tensor:
+    """The error of every pattern on sampled query rows, by a kernel where the implementation has one.
+
+    Args:
+        query, key, value, text_lengths, plan, scale: As in ``sparse_video_attention``.
+        rows: Memory rows of the sampled video queries.
+        implementation: The name that ``choose_implementation`` gave.
+
+    Returns:
+        (batch, heads, patterns) f32, see ``routing.probe_errors``.
+    """
+    if implementation not in ("pallas", "pallas_interpret") or len(rows) > MAX_KERNEL_ROWS:
+        return probe_errors(query, key, value, text_lengths, plan=plan, rows=rows, scale=scale)
+    if text_lengths is not None:
+        text_lengths = text_lengths.to(torch.int32)
+    return torch.ops.torch_svg.probe(
+        query, key, value, text_lengths, plan_name(plan), list(rows), scale, implementation
     )
 
 
@@ -191,6 +225,29 @@ def _(query, key, value, kinds, text_lengths, plan, scale, implementation):
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
+@torch.library.custom_op("torch_svg::probe", mutates_args=())
+def _probe(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    text_lengths: torch.Tensor | None,
+    plan: str,
+    rows: list[int],
+    scale: float,
+    implementation: str,
+) -> torch.Tensor:
+    arguments = (query, key, value) if text_lengths is None else (query, key, value, text_lengths)
+    return bridge.call(
+        _probe_function(implementation), *arguments, plan=_PLANS[plan], rows=tuple(rows), scale=scale
+    )
+
+
+@_probe.register_fake
+def _(query, key, value, text_lengths, plan, rows, scale, implementation):
+    shape = (query.shape[0], query.shape[2], len(_PLANS[plan].patterns))
+    return query.new_empty(shape, dtype=torch.float32)
+
+
 @torch.library.custom_op("torch_svg::dense_attention", mutates_args=())
 def _dense_attention(
     query: torch.Tensor,
@@ -236,6 +293,15 @@ def _dense_function(implementation: str):
     if implementation == "pallas":
         return kernel
     return _named(functools.partial(kernel, interpret=True), "dense_attention_interpret")
+
+
+@functools.cache
+def _probe_function(implementation: str):
+    from .kernels.profiling import probe_errors as kernel
+
+    if implementation == "pallas":
+        return kernel
+    return _named(functools.partial(kernel, interpret=True), "probe_errors_interpret")
 
 
 def _named(function, name: str):

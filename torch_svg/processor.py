@@ -17,7 +17,7 @@ from .grid import TokenGrid
 from .kernels.tuning import blocks_for
 from .pattern import pair_density
 from .report import RunRecord, RunReport
-from .routing import choose_kinds, probe_errors, sample_rows
+from .routing import choose_kinds, sample_rows
 from .worktable import tile_density
 
 DENSE_KIND = 2
@@ -203,7 +203,9 @@ class SparseVideoAttnProcessor:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         implementation = attention.choose_implementation(query.device, self.config.implementation)
         rows = sample_rows(plan.grid, self.config.sampled_rows)
-        errors = probe_errors(query, key, value, text_lengths, plan=plan, rows=rows, scale=scale)
+        errors = attention.probe_patterns(
+            query, key, value, text_lengths, plan=plan, rows=rows, scale=scale, implementation=implementation
+        )
         kinds = choose_kinds(errors, plan)
         # dense steps and layers are data, so that one compiled graph serves the whole generation
         kinds = torch.where(state.dense_flags[layer.video_index], torch.full_like(kinds, DENSE_KIND), kinds)
