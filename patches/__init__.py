@@ -7,14 +7,28 @@ mends, in which versions, and when to delete it.
 Example:
     >>> from torch_svg import patches
     >>> patches.apply(pipe)
-    ['wan_vae_slices', 'nearest_upsampling', 'unipc_solve', 'host_timesteps', 'timesteps_to_device']
+    ['wan_vae_slices', 'nearest_upsampling', 'unipc_solve', 'host_timesteps', 'timesteps_to_device', ...]
 """
 
-from . import host_timesteps, nearest_upsampling, timesteps_to_device, unipc_solve, wan_vae_slices
+from . import (
+    host_timesteps,
+    nearest_upsampling,
+    timesteps_to_device,
+    transformer_graphs,
+    unipc_solve,
+    wan_vae_slices,
+)
 
 _PATCHES = {
     module.PATCH.name: module.PATCH
-    for module in (wan_vae_slices, nearest_upsampling, unipc_solve, host_timesteps, timesteps_to_device)
+    for module in (
+        wan_vae_slices,
+        nearest_upsampling,
+        unipc_solve,
+        host_timesteps,
+        timesteps_to_device,
+        transformer_graphs,
+    )
 }
 
 __all__ = ["apply", "list_patches", "revert"]

@@ -34,11 +34,7 @@ class Patch:
     targets: tuple[tuple[str, str], ...]
     wrap: Callable
     needs: tuple[str, ...] = ()
-    _replaced: list = field(default_factory=list, repr=False)
-
-    @property
-    def applied(self):
-        return bool(self._replaced)
+    applied: bool = field(default=False, init=False)
 
     def check_versions(self):
         """Raise NotImplementedError if a package is installed in a version that the patch was not tested with."""
@@ -66,14 +62,17 @@ class Patch:
             return
         self.check_versions()
         for owner, attribute in self._owners():
-            original = owner.__dict__[attribute]
-            setattr(owner, attribute, self.wrap(original))
-            self._replaced.append((owner, attribute, original))
+            original, wraps = _layers.setdefault((owner, attribute), (owner.__dict__[attribute], {}))
+            wraps[self.name] = self.wrap
+            _rebuild(owner, attribute, original, wraps)
+        self.applied = True
 
     def revert(self):
         """Put upstream's own methods back; does nothing when they are there already."""
-        while self._replaced:
-            setattr(*self._replaced.pop())
+        for (owner, attribute), (original, wraps) in list(_layers.items()):
+            if wraps.pop(self.name, None) is not None:
+                _rebuild(owner, attribute, original, wraps)
+        self.applied = False
 
     def _owners(self):
         for module_name, path in self.targets:
@@ -81,6 +80,19 @@ class Patch:
             owner = getattr(importlib.import_module(module_name), class_name, None)
             if owner is not None and attribute in owner.__dict__:
                 yield owner, attribute
+
+
+# for each replaced attribute: upstream's own, and the wraps around it by patch, so that any of them can go first
+_layers: dict = {}
+
+
+def _rebuild(owner, attribute, original, wraps):
+    method = original
+    for wrap in wraps.values():
+        method = wrap(method)
+    setattr(owner, attribute, method)
+    if not wraps:
+        del _layers[owner, attribute]
 
 
 def redirecting(function, replacement):

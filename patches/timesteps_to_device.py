@@ -24,7 +24,7 @@ def _moving_timesteps(forward):
     return wrapper
 
 
-TRANSFORMERS = (
+_FAMILIES = (
     "Allegro",
     "CogVideoX",
     "ConsisID",
@@ -43,6 +43,7 @@ TRANSFORMERS = (
     "WanAnimate",
     "WanVACE",
 )
+TRANSFORMERS = tuple(("diffusers", f"{family}Transformer3DModel.forward") for family in _FAMILIES)
 
 PATCH = Patch(
     name="timesteps_to_device",
@@ -50,6 +51,6 @@ PATCH = Patch(
     upstream="https://github.com/huggingface/diffusers/pull/11501",
     versions={"diffusers": ">=0.41,<0.43"},
     delete_when="diffusers' CogVideoX pipeline moves its timestep to the latents' device",
-    targets=tuple(("diffusers", _class) for _class in (f"{name}Transformer3DModel.forward" for name in TRANSFORMERS)),
+    targets=TRANSFORMERS,
     wrap=_moving_timesteps,
 )

@@ -60,9 +60,16 @@ def test_apply_and_revert_restore_upstream_exactly():
     assert [owner.__dict__[attribute] for owner, attribute in owners] == before
 
 
-def test_each_attribute_belongs_to_one_patch_so_that_any_order_of_revert_works():
-    targets = [target for patch in patches.list_patches() for target in patch.targets]
-    assert len(targets) == len(set(targets))
+@pytest.mark.parametrize("first", ["timesteps_to_device", "transformer_graphs"])
+def test_patches_of_one_method_can_be_reverted_in_any_order(first):
+    forward = diffusers.WanTransformer3DModel.forward
+    both = {"timesteps_to_device", "transformer_graphs"}
+    patches.apply(names=sorted(both))
+    patches.revert([first])
+    assert names_applied() == list(both - {first})
+    assert diffusers.WanTransformer3DModel.forward.__wrapped__ is forward, "just one wrapper is left"
+    patches.revert()
+    assert diffusers.WanTransformer3DModel.forward is forward
 
 
 def test_every_target_is_found_in_the_newest_served_diffusers():
@@ -78,7 +85,7 @@ def test_apply_takes_what_the_pipeline_needs():
     patches.revert()
     pipe.scheduler = diffusers.DDIMScheduler()
     pipe.vae = None
-    assert patches.apply(pipe) == ["timesteps_to_device"]
+    assert patches.apply(pipe) == ["timesteps_to_device", "transformer_graphs"]
 
 
 def test_a_patch_brings_what_it_needs():
@@ -91,7 +98,7 @@ def test_an_unknown_name_is_refused():
 
 
 def test_an_untested_upstream_version_is_refused_and_nothing_is_applied(monkeypatch):
-    strange = replace(unipc_solve.PATCH, versions={"diffusers": ">=0.43"}, _replaced=[])
+    strange = replace(unipc_solve.PATCH, versions={"diffusers": ">=0.43"})
     monkeypatch.setitem(patches._PATCHES, "unipc_solve", strange)
     found = importlib.metadata.version("diffusers")
     with pytest.raises(NotImplementedError, match=rf"unipc_solve was tested with diffusers >=0\.43, found {found}"):
@@ -314,6 +321,29 @@ def test_a_timestep_on_the_host_is_moved_to_the_transformer(xla_device):
         assert relative_rms(transformer(**moved, timestep=timestep).sample, expected) < 1e-5, "noise prediction"
         positional = transformer(moved["hidden_states"], timestep, moved["encoder_hidden_states"])
         assert relative_rms(positional.sample, expected) < 1e-5, "noise prediction, positional"
+
+
+def test_the_transformer_is_compiled_once(xla_device):
+    """UniPC's first steps and its last differ; the graphs of the transformer must not."""
+    pipe = random_tiny_wan_pipeline(seed=6, layers=1)
+    pipe.set_progress_bar_config(disable=True)
+    pipe.to(xla_device)
+    patches.apply(names=["transformer_graphs", "host_timesteps", "unipc_solve"])
+    at_start, compiled = [], []
+
+    def count():
+        return metrics.counter_value("UncachedCompile") or 0
+
+    # the first submodule runs after the cut before the transformer, the model's own hook after the one behind it
+    pipe.transformer.patch_embedding.register_forward_pre_hook(lambda *_: at_start.append(count()))
+    pipe.transformer.register_forward_hook(lambda *_: compiled.append(count() - at_start[-1]))
+    text = torch.randn(1, 8, 32).to(xla_device)
+    pipe(
+        prompt_embeds=text,
+        negative_prompt_embeds=-text,
+        **{"height": 16, "width": 16, "num_frames": 1, "num_inference_steps": 5, "output_type": "latent"},
+    )
+    assert compiled == [1] + [0] * 9, f"graphs compiled by transformer call: {compiled}"
 
 
 def test_a_stock_pipeline_runs_whole_with_every_patch(xla_device):
