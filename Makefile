@@ -11,7 +11,7 @@ TEST_WORKERS ?= $(if $(TPU),0,2)
 DEMO_FLAGS ?=
 TEST_FLAGS ?=
 
-.PHONY: demo test test-slow lint doctor clean
+.PHONY: demo test test-slow lint doctor docs clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py $(DEMO_FLAGS)
@@ -28,6 +28,10 @@ lint: $(STAMP)
 doctor: $(STAMP)
 	$(BIN)/torch-svg doctor
 
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet -e ".[docs]"
+	$(BIN)/mkdocs build --strict --site-dir site
+
 # made once; made again only when the requirements change. python compiles what it imports, pip would compile it all
 $(STAMP): setup.py pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -36,4 +40,4 @@ $(STAMP): setup.py pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) outputs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) outputs site build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
