@@ -11,6 +11,8 @@ import torch
 jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
 from numerics import assert_close  # noqa: E402
 from test_aot import FLAGS, X, toy  # noqa: E402
 
@@ -21,6 +23,7 @@ from torch_svg.grid import TokenGrid  # noqa: E402
 from torch_svg.kernels import tuned_blocks, tuning  # noqa: E402
 from torch_svg.kernels.reference import reference_attention  # noqa: E402
 from torch_svg.pattern import DENSE, SPATIAL, TEMPORAL  # noqa: E402
+from torch_svg.worktable import Blocks, work_table  # noqa: E402
 
 needs_libtpu = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
 REQUIRED = {
@@ -209,6 +212,35 @@ class TestTune:
         assert written.TABLE["v5e", 64, 11, 4080] == (32, 5, (5, 1), 4)
         assert written.TABLE["v6e", 128, 21, 3600][0] == tuning.rule(grid).unit
         assert "tune" in written.__doc__
+
+    def test_exact_entry_nearest_entry_and_rule(self, monkeypatch):
+        table = {("v6e", 128, 21, 3600): (16, 9, (9, 3, 1), 9), ("v6e", 128, 33, 3600): (16, 5, (5, 1), 5)}
+        monkeypatch.setattr(tuned_blocks, "TABLE", table)
+        tuning.choose.cache_clear()
+        try:
+            grid = TokenGrid(21, 45, 80)
+            assert tuning.choose(grid, 128, "v6e") == (Blocks(16, 9, (9, 3, 1), 9), "tuned")
+            blocks, source = tuning.choose(TokenGrid(21, 30, 52), 128, "v6e")
+            assert source == "nearest: 21 frames of 3600 tokens"
+            assert blocks.query_granules * blocks.unit * 21 == pytest.approx(9 * 16 * 21, rel=0.2)
+            for other in ((grid, 64, "v6e"), (grid, 128, "v5e")):
+                assert tuning.choose(*other) == (tuning.rule(grid), "rule")
+        finally:
+            tuning.choose.cache_clear()
+
+    @settings(max_examples=30, deadline=None)
+    @given(frames=st.integers(1, 40), height=st.integers(1, 40), width=st.integers(1, 40))
+    def test_a_nearest_entry_fits_every_grid(self, frames, height, width):
+        grid = TokenGrid(frames, height, width)
+        blocks = tuning._fitted((16, 9, (9, 3, 1), 9), 21, grid)
+        assert blocks.query_granules <= -(-grid.tokens_per_frame // blocks.unit)
+        table = work_table(cases.plan_of(grid, max(1, grid.video_tokens // 5)), blocks)
+        assert table.query_blocks >= 1
+
+    def test_the_chip_of_a_tpu_vm(self, monkeypatch):
+        for said, chip in (("v6e-8", "v6e"), ("v5litepod-4", "v5e"), ("v5p-8", "v5p"), ("", tuning.DEFAULT_CHIP)):
+            monkeypatch.setenv("TPU_ACCELERATOR_TYPE", said)
+            assert tuning.chip_here() == chip
 
     @pytest.mark.slow
     def test_numerics_of_a_winner(self):
