@@ -1,5 +1,7 @@
 """The Pallas kernel itself, interpreted, against the f32 reference; and compiled for TPUs that are not there."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,9 +25,15 @@ def arrays(grid, batch, heads, head_dim, seed=0):
     return [rng.standard_normal((batch, grid.tokens, heads, head_dim), dtype=np.float32) for _ in range(3)]
 
 
+def run(function, *arguments, **static):
+    """An interpreted kernel is much code that runs once: it is not worth optimising."""
+    lowered = jax.jit(functools.partial(function, **static)).lower(*arguments)
+    return lowered.compile(compiler_options={"xla_backend_optimization_level": 0})(*arguments)
+
+
 def reference(inputs, kinds, lengths, plan, dtype):
     # the reference sees the rounded inputs, so that only the kernel's own error counts
-    rounded = [torch.from_numpy(np.asarray(jnp.asarray(x, dtype).astype(jnp.float32))) for x in inputs]
+    rounded = [torch.from_numpy(np.array(jnp.asarray(x, dtype), np.float32)) for x in inputs]
     lengths = None if lengths is None else torch.from_numpy(lengths)
     return reference_attention(*rounded, torch.from_numpy(kinds), lengths, plan=plan).numpy()
 
@@ -34,15 +42,10 @@ def check(plan, kinds, head_dim, dtype="float32", lengths=None, inputs=None, blo
     grid, kinds = plan.grid, np.asarray(kinds, np.int32)
     inputs = arrays(grid, kinds.shape[0], kinds.shape[1], head_dim) if inputs is None else inputs
     lengths = None if lengths is None else np.asarray(lengths, np.int32)
-    got = block_sparse_attention(
-        *(jnp.asarray(x, dtype) for x in inputs),
-        jnp.asarray(kinds),
-        None if lengths is None else jnp.asarray(lengths),
-        plan=plan,
-        blocks=blocks,
-        interpret=interpret,
-        **options,
-    )
+    arguments = [*(jnp.asarray(x, dtype) for x in inputs), jnp.asarray(kinds)]
+    if lengths is not None:
+        arguments.append(jnp.asarray(lengths))
+    got = run(block_sparse_attention, *arguments, plan=plan, blocks=blocks, interpret=interpret, **options)
     assert got.dtype == jnp.dtype(dtype)
     want = reference(inputs, kinds, lengths, plan, dtype)
     for row in range(kinds.shape[0]):
@@ -167,7 +170,8 @@ def test_dense_with_lengths_of_its_own(queries, keys, head_dim, lengths):
     query = rng.standard_normal((2, queries, 2, head_dim), dtype=np.float32)
     key, value = (rng.standard_normal((2, keys, 2, head_dim), dtype=np.float32) for _ in range(2))
     lengths = None if lengths is None else np.asarray(lengths, np.int32)
-    got = dense_attention(*map(jnp.asarray, (query, key, value)), lengths, interpret=True)
+    arguments = [jnp.asarray(x) for x in (query, key, value, lengths) if x is not None]
+    got = run(dense_attention, *arguments, interpret=True)
     want = reference_dense(
         *map(torch.from_numpy, (query, key, value)), None if lengths is None else torch.from_numpy(lengths)
     )
@@ -179,8 +183,13 @@ def test_rounded_tables_run_and_differ_little():
     inputs = arrays(plan.grid, 1, 2, 64)
     kinds = jnp.asarray([[SPATIAL, TEMPORAL]], jnp.int32)
     exact, rounded = (
-        block_sparse_attention(
-            *map(jnp.asarray, inputs), kinds, plan=plan, blocks=Blocks(16, 4, (2, 1), 0, rounded), interpret=True
+        run(
+            block_sparse_attention,
+            *map(jnp.asarray, inputs),
+            kinds,
+            plan=plan,
+            blocks=Blocks(16, 4, (2, 1), 0, rounded),
+            interpret=True,
         )
         for rounded in (False, True)
     )

@@ -606,7 +606,7 @@ class _QueryBlock:
         return jnp.min(jnp.where((total > _LEAST_SUM) & (total < _LARGEST_SUM), 1.0, 0.0)) > 0.0
 
     def _start_over(self, slot) -> None:
-        """The block once more: granule by granule, online softmax, nothing overlapped. Rare, small and safe."""
+        """The block once more: unit by unit, online softmax, nothing overlapped. Rare, small and safe."""
         shape = self.shape
         self.at.offset[0] = 0.0
         self._write_query_flags(in_sink=True)
@@ -614,35 +614,37 @@ class _QueryBlock:
 
         def visit(index, _):
             item = self._item(index)
+            granules = item >> 8 & 127
             self._copy_item(item, self.head, slot)
-            self._wait_granules(item >> 8 & 127, slot)
+            self._wait_granules(granules, slot)
             if shape.ends_sink:
                 pl.when(item & 1 == 1)(lambda: self._write_query_flags(in_sink=False))
-            lax.fori_loop(0, item >> 8 & 127, lambda granule, _: self._visit_online(item, granule, slot), 0)
+            units = granules * shape.key_units
+            if TAIL in shape.bodies:
+                units = jnp.where(item >> 2 & 63 == TAIL, shape.tail_rows // shape.unit, units)
+            lax.fori_loop(0, units, lambda unit, _: self._visit_unit(item, unit, slot), 0)
             return 0
 
         lax.fori_loop(0, self.item_count, visit, 0)
 
-    def _visit_online(self, item, granule, slot):
+    def _visit_unit(self, item, unit, slot):
         shape, at = self.shape, self.at
-        rows, body = shape.granule_rows, item >> 2 & 63
-        first = pl.multiple_of(granule * shape.key_units, shape.key_units)
-        keys = at.key[slot, pl.ds(first, shape.key_units)].reshape(rows, -1)
-        values = at.value[slot, pl.ds(first, shape.key_units)].reshape(rows, -1)
+        keys, values = at.key[slot, unit], at.value[slot, unit]
         scores = self._dot(keys, at.query[...], _KEYS_BY_QUERIES)
         if shape.masked:
-            whole = (body != PARTIAL) & (body < shape.first_edge)
-            seen = self._in_band_or_sink(((item >> 15) + granule) * rows)
-            # a scalar that opens the mask for bodies without one
-            scores = self._masked(scores, lambda *place: seen(*place) | whole, 0, 0, shape.query_rows)
-        if shape.tail_rows:
-            row = lax.broadcasted_iota(jnp.int32, scores.shape, 0)
-            scores = jnp.where(row < jnp.where(body == TAIL, shape.tail_rows, rows), scores, _FAR)
+            body = item >> 2 & 63
+            is_whole = ((body != PARTIAL) & (body < shape.first_edge)).astype(jnp.int32)
+            granule = lax.div(unit, shape.key_units)
+            place = ((item >> 15) + granule) * shape.granule_rows
+            unit = lax.rem(unit, shape.key_units)
+            place += jnp.where(self.temporal, unit, unit * shape.unit) if shape.any_temporal else unit * shape.unit
+            seen = self._in_band_or_sink(place)
+            scores = self._masked(scores, lambda *at: seen(*at) | (is_whole > 0), 0, 0, shape.query_rows)
         old = at.maximum[...]
         peak = jnp.maximum(old, scores.max(axis=0, keepdims=True))
         decay, weights = jnp.exp2(old - peak), jnp.exp2(scores - peak[0:1])
         at.maximum[...] = peak
-        at.total[...] = at.total[...] * decay + weights.reshape(rows // 8, 8, -1).sum(axis=0)
+        at.total[...] = at.total[...] * decay + weights.reshape(shape.unit // 8, 8, -1).sum(axis=0)
         added = self._dot(values, weights.astype(shape.dtype), _OVER_KEYS)
         at.weighted[...] = at.weighted[...] * decay[0:1] + added
         return 0

@@ -89,8 +89,10 @@ def attend_dense(query, key, value, flags, *, heads, head_dim, scale, softmax, i
     query = _padded(query, query_units * _UNIT)
     starts = [min(start, query_units - block_units) for start in range(0, query_units, block_units)]
     items, left = [], key_rows // _UNIT // granule_units
+    # a copy of more granules than there are cannot even be traced
+    full_granules = tuple(size for size in _FULL_GRANULES if size <= left)
     start = 0
-    for body, size in enumerate(_FULL_GRANULES, FIRST_FULL):
+    for body, size in enumerate(full_granules, FIRST_FULL):
         while left >= size:
             items.append(Item(start, size, body))
             start, left = start + size, left - size
@@ -108,7 +110,7 @@ def attend_dense(query, key, value, flags, *, heads, head_dim, scale, softmax, i
         query_total_units=query_units,
         key_total_units=key.shape[1] // _UNIT,
         item_granules=max(item.granules for item in items),
-        full_granules=_FULL_GRANULES,
+        full_granules=full_granules,
         left_edges=(),
         right_edges=(),
         bodies=frozenset(item.body for item in items),
