@@ -55,9 +55,9 @@ class Case:
         programs: Calls that make up the case; their times add up.
         exact: Whether the result is the exact masked softmax.
         variants: Other head kinds of the first program, by name, to be timed beside it.
-        yardstick: Case that ``vs_yardstick`` divides by, None where a ratio says nothing.
+        over_splash: Whether a ratio to Splash says anything.
+        dense: The case of the same shape with our kernel dense, None where that ratio says nothing.
         plan: The plan of the first program, None where it has none.
-        rounded: Whether the work table is rounded to whole granules.
         published_ms: A published measurement of the same thing on one v6e.
         extra: Calls that are told apart from the case's own time, by name.
     """
@@ -67,9 +67,9 @@ class Case:
     programs: tuple[Program, ...]
     exact: bool = True
     variants: dict[str, np.ndarray] = field(default_factory=dict)
-    yardstick: str | None = "splash_dense"
+    over_splash: bool = True
+    dense: str | None = None
     plan: Plan | None = None
-    rounded: bool = False
     published_ms: float | None = None
     extra: dict[str, Program] = field(default_factory=dict)
 
@@ -88,9 +88,6 @@ def kinds_of(heads: int, kind: str) -> np.ndarray:
 
 def _bf16(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-
-
-# --- yardsticks ---
 
 
 @functools.cache
@@ -138,9 +135,6 @@ def _google_described_case():
     )
 
 
-# --- our kernel ---
-
-
 def own_attention(query, key, value, kinds, *, heads: int, **static):
     """Our kernel on what a projection makes: (batch, tokens, heads * head_dim), in and out."""
     split = (x.reshape(*x.shape[:2], heads, -1) for x in (query, key, value))
@@ -161,7 +155,7 @@ def _own_case(name, what, point, *, kind="both", rounded=False, **static):
     program = _own_program(LADDER, LADDER_HEADS, kind, half_width, **static)
     variants = {} if kind == "dense" else {key: kinds_of(LADDER_HEADS, key) for key in ("spatial", "temporal")}
     plan = program.static["plan"]
-    return Case(name, what, (program,), exact=not rounded, variants=variants, plan=plan, rounded=rounded)
+    return Case(name, what, (program,), exact=not rounded, variants=variants, dense="own_dense", plan=plan)
 
 
 def naive_attention(query, key, value, kinds, *, heads: int, plan: Plan):
@@ -184,17 +178,16 @@ def _naive_case():
     half_width = knob_half_width(LADDER.grid.video_tokens, KNOBS["svg30"])
     own = _own_program(LADDER, LADDER_HEADS, "both", half_width)
     program = Program(naive_attention, own.arguments, own.static)
-    return Case("naive_svg30", "knob 0.30 + first frame, exact, mask on every granule", (program,))
+    what = "knob 0.30 + first frame, exact, mask on every granule"
+    return Case("naive_svg30", what, (program,), dense="own_dense")
 
 
-def _cogvideox_case(name, what, kind, yardstick):
+def _cogvideox_case(name, what, kind):
     shape = SHAPES["cogvideox1.5-768p-81f"]
     half_width = knob_half_width(shape.grid.video_tokens, KNOBS["svg30"])
     program = _own_program(shape, shape.heads, kind, half_width)
-    return Case(name, what, (program,), yardstick=yardstick, plan=program.static["plan"])
-
-
-# --- beside the kernel ---
+    plan = program.static["plan"]
+    return Case(name, what, (program,), over_splash=False, dense="cogvideox15_dense", plan=plan)
 
 
 def layout_by_xla(kinds, query, key, value, output):
@@ -216,7 +209,7 @@ def layout_by_xla(kinds, query, key, value, output):
 def _layout_case():
     array = _bf16(LADDER_HEADS, LADDER.grid.tokens, LADDER.head_dim)
     program = Program(layout_by_xla, (kinds_of(LADDER_HEADS, "both")[0], array, array, array, array))
-    return Case("layout", "a reorder pass by XLA, which our kernel does not need", (program,), yardstick=None)
+    return Case("layout", "a reorder pass by XLA, which our kernel does not need", (program,), over_splash=False)
 
 
 def own_probe(query, key, value, *, heads: int, **static):
@@ -231,7 +224,9 @@ def _profiling_case():
     rows = tuple(int(row) for row in np.linspace(0, tokens - 1, PROBE_ROWS).astype(int))
     static = {"plan": plan, "rows": rows, "heads": LADDER_HEADS}
     program = Program(own_probe, (array, array, array), static)
-    return Case("profiling", f"probe of {PROBE_ROWS} query rows, all patterns", (program,), yardstick=None, plan=plan)
+    return Case(
+        "profiling", f"probe of {PROBE_ROWS} query rows, all patterns", (program,), over_splash=False, plan=plan
+    )
 
 
 def ladder() -> list[Case]:
@@ -248,8 +243,8 @@ def ladder() -> list[Case]:
         _own_case("rounded_google", "Google's point, rounded to granules", "google", rounded=True),
         _profiling_case(),
         _layout_case(),
-        _cogvideox_case("cogvideox15_dense", "CogVideoX 1.5, 48 heads of 64, our kernel dense", "dense", None),
-        _cogvideox_case("cogvideox15_svg30", "CogVideoX 1.5, knob 0.30 + first frame", "both", "cogvideox15_dense"),
+        _cogvideox_case("cogvideox15_dense", "CogVideoX 1.5, 48 heads of 64, our kernel dense", "dense"),
+        _cogvideox_case("cogvideox15_svg30", "CogVideoX 1.5, knob 0.30 + first frame", "both"),
     ]
 
 

@@ -88,10 +88,8 @@ def compare(rows: list[dict], cases: list[Case]) -> None:
         def ratio(other, row=row):
             return times[other] / row["ms"] if times.get(other) and row["ms"] else None
 
-        row["vs_splash"] = ratio("splash_dense") if case.yardstick == "splash_dense" else None
-        row["vs_own_dense"] = ratio("cogvideox15_dense" if case.name.startswith("cogvideox") else "own_dense")
-        if case.yardstick is None and not case.name.endswith("dense"):
-            row["vs_own_dense"] = None
+        row["vs_splash"] = ratio("splash_dense") if case.over_splash else None
+        row["vs_own_dense"] = ratio(case.dense)
         if case.name.endswith("_google"):
             row["vs_google_described"] = ratio("google_described")
 
@@ -156,6 +154,25 @@ def table(result: dict) -> str:
     return "\n".join(lines)
 
 
+def markdown(result: dict) -> str:
+    """The ladder as the table of docs/performance.md."""
+    lines = ["| case | ms | x splash | x dense | pairs | exact | around, ms | |", "|---|---|---|---|---|---|---|---|"]
+    for row in result["rows"]:
+        if row["ms"] is None:
+            lines.append(f"| `{row['case']}` | not available | | | | | | {row['what']} |")
+            continue
+        gains = [f"{row[key]:.2f}" if row[key] else "" for key in ("vs_splash", "vs_own_dense")]
+        pairs = f"{row['pair_density']:.3f}" if "pair_density" in row else ""
+        notes = [row["what"], *(f"{kind} heads {ms:.2f}" for kind, ms in row["ms_by_kind"].items())]
+        notes += [f"{name} {ms:.2f} more" for name, ms in row["extra_ms"].items()]
+        if row.get("vs_google_described"):
+            notes.append(f"{row['vs_google_described']:.2f} x google_described")
+        exact = "yes" if row["exact"] else "no"
+        cells = [f"`{row['case']}`", f"{row['ms']:.2f}", *gains, pairs, exact, f"{row['around_kernel_ms']:.2f}"]
+        lines.append(f"| {' | '.join(cells)} | {'; '.join(notes)} |")
+    return "\n".join(lines)
+
+
 def _ratio(value):
     return f"{value:7.2f}x" if value else f"{'-':>8}"
 
@@ -193,6 +210,7 @@ def main(arguments: list[str] | None = None) -> int:
     chips = sorted(name for name, chip in aot.CHIPS.items() if chip.clock_ghz)
     parser.add_argument("--chip", default="v6e", choices=chips)
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.add_argument("--markdown", action="store_true", help="print a Markdown table instead")
     parser.add_argument("--case", action="append", metavar="NAME", help="only this case (may be given more than once)")
     parser.add_argument("--chart", type=Path, metavar="PNG", help="also write a bar chart")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the JSON to a file")
@@ -204,7 +222,7 @@ def main(arguments: list[str] | None = None) -> int:
     jax.config.update("jax_platforms", "cpu")
     result = run(options.chip, options.case)
     text = json.dumps(result, indent=1, default=_plain)
-    print(text if options.json else table(result))
+    print(text if options.json else markdown(result) if options.markdown else table(result))
     if options.output:
         options.output.write_text(text + "\n")
     if options.chart:
