@@ -18,6 +18,7 @@ core = [
     "transformers>=5.0,<6",
     "accelerate>=1.0",
     "numpy>=1.26",
+    "packaging>=22",
     # WanPipeline cleans its prompt with ftfy without checking that it is there; T5 tokenizers need sentencepiece
     "ftfy",
     "sentencepiece",

@@ -288,6 +288,17 @@ def test_versions_name_what_is_installed():
     assert set(bridge.TESTED_VERSIONS) <= set(found)
 
 
+def test_a_libtpu_that_cannot_read_our_kernels_is_refused_before_the_first_step(monkeypatch, xla_device):
+    real = bridge.installed_version
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    monkeypatch.setattr(bridge, "installed_version", lambda name: "0.0.17" if name == "libtpu" else real(name))
+    x = torch.zeros(384, 128).to(xla_device)
+    with pytest.raises(
+        ImportError, match=r"libtpu 0\.0\.17 does not read Mosaic kernels of jax 0\.7\.1; expected libtpu 0"
+    ):
+        bridge.call(doubling_kernel, x, platform="tpu")
+
+
 def hide(monkeypatch, package, found):
     real = bridge.installed_version
     monkeypatch.setattr(bridge, "installed_version", lambda name: found if name == package else real(name))

@@ -22,13 +22,15 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
+from packaging.version import Version
 
 # what this bridge was tested with; docs/install.md tells why they belong together
 TESTED_VERSIONS = {"torch": "2.9.0", "torch_xla": "2.9.0", "jax": "0.7.1", "jaxlib": "0.7.1", "libtpu": "0.0.21"}
 
-# libtpu 0.0.20 and later read this version of the Mosaic IR. jax 0.7.1 writes version 8, which libtpu 0.0.21, the one
-# that torch_xla 2.9.0 pins, refuses: https://github.com/pytorch/xla/issues/9614
+# every libtpu from OLDEST_LIBTPU on reads this version of the Mosaic IR. jax 0.7.1 writes version 8, which libtpu
+# 0.0.21, the one that torch_xla 2.9.0 pins, refuses: https://github.com/pytorch/xla/issues/9614
 MOSAIC_VERSION = 7
+OLDEST_LIBTPU = "0.0.20"
 
 # bool and the narrow integers pass; 64-bit types do not, since jax would silently narrow them
 _JAX_DTYPES = {
@@ -95,6 +97,8 @@ def lower(function, *avals, platform, **static):
         The `jax.stages.Lowered`: `.compiler_ir("hlo")` has the HLO, `.out_info` the outputs' structure.
     """
     jax = _import_jax()
+    if platform == "tpu":
+        _check_libtpu()
     with _without_shardy(jax), _without_tpu_queries():
         jitted = jax.jit(functools.partial(function, **static), keep_unused=True)
         lowered = jitted.trace(*avals).lower(lowering_platforms=(platform,))
@@ -295,6 +299,14 @@ def _import_jax():
         # TPU, and a second client of the TPU that torch_xla holds where there is one
         jax.config.update("jax_platforms", "cpu")
     return jax
+
+
+def _check_libtpu():
+    # a library named by TPU_LIBRARY_PATH does not tell its version
+    found = None if "TPU_LIBRARY_PATH" in os.environ else installed_version("libtpu")
+    if found is not None and Version(found) < Version(OLDEST_LIBTPU):
+        problem = f"libtpu {found} does not read Mosaic kernels of jax {installed_version('jax')}"
+        raise ImportError(_advice(problem, "libtpu"))
 
 
 def _advice(problem, *packages):
