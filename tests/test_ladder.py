@@ -224,7 +224,7 @@ class TestTune:
             assert source == "nearest: 21 frames of 3600 tokens"
             assert blocks.query_granules * blocks.unit * 21 == pytest.approx(9 * 16 * 21, rel=0.2)
             for other in ((grid, 64, "v6e"), (grid, 128, "v5e")):
-                assert tuning.choose(*other) == (tuning.rule(grid), "rule")
+                assert tuning.choose(*other) == (tuning.rule(grid, other[2]), "rule")
         finally:
             tuning.choose.cache_clear()
 

@@ -449,6 +449,10 @@ class _QueryBlock:
     def _choose_offset(self, slot) -> None:
         """Takes the block's offset from its scores against a few keys of the first item, and writes the flags."""
         shape = self.shape
+        if shape.online:
+            self.at.offset[0] = 0.0
+            self._write_query_flags(in_sink=True)
+            return
         units = max(1, min(_OFFSET_KEYS, shape.granule_rows) // shape.unit)
         keys = self.at.key[slot, :units, :, : shape.lanes].reshape(units * shape.unit, shape.lanes)
         scores = self._dot(keys, self.at.query[:, : shape.lanes], _KEYS_BY_QUERIES)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+from dataclasses import dataclass
 
 from ..grid import TokenGrid
 from ..worktable import Blocks
@@ -19,7 +20,27 @@ DEFAULT_CHIP = "v6e"
 
 # a granule that is too small feeds the matrix unit badly, one that is too large cuts the band coarsely
 _GRANULE_ROWS = 384
-_QUERY_ROWS = 2100
+# what a query block costs beside its pairs, as rows: read off the v6e schedules of 2016 and 3024 rows
+_ROWS_PER_BLOCK = 110
+# the matrix unit takes keys in tiles of this many rows
+_KEY_TILE = 256
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """Most rows of a query block, a mask-free body and an edge body.
+
+    Larger blocks feed the matrix unit better and repeat less. The instruction memory limits them, since bodies are
+    straight-line code, and a chip with a smaller matrix unit needs more instructions for the same block.
+    """
+
+    query: int
+    full: int
+    edge: int
+
+
+_LIMITS = {"v6e": _Limits(3100, 2100, 1700), "v4": _Limits(700, 700, 400)}
+_SMALL_UNIT_LIMITS = _Limits(1100, 1100, 700)
 
 
 def blocks_for(grid: TokenGrid, head_dim: int = 128, chip: str | None = None) -> Blocks:
@@ -45,7 +66,7 @@ def choose(grid: TokenGrid, head_dim: int, chip: str) -> tuple[Blocks, str]:
         return Blocks(*exact), "tuned"
     near = [key for key in table if key[:2] == (chip, head_dim)]
     if not near:
-        return rule(grid), "rule"
+        return rule(grid, chip), "rule"
 
     def distance(key):
         return abs(math.log(key[2] / grid.frames)) + abs(math.log(key[3] / grid.tokens_per_frame))
@@ -76,13 +97,42 @@ def _fitted(sizes: tuple, frames: int, grid: TokenGrid) -> Blocks:
     )
 
 
-def rule(grid: TokenGrid) -> Blocks:
+def rule(grid: TokenGrid, chip: str = DEFAULT_CHIP) -> Blocks:
     """Block sizes where nothing was tuned."""
+    limits = _LIMITS.get(chip, _SMALL_UNIT_LIMITS)
     unit = _unit(grid)
-    granules = -(-grid.tokens_per_frame // unit)
+    granules = math.ceil(grid.tokens_per_frame / unit)
     rows = unit * grid.frames
-    query = min(granules, max(1, _QUERY_ROWS // rows))
-    return Blocks(unit, query, _full_sizes(query), min(query, 4) if granules > 4 * query else 0)
+    query = _query_granules(granules, rows, limits)
+    full = min(_full_granules(rows, limits), granules)
+    edge = max(1, limits.edge // rows) if granules > 3 * query else 0
+    return Blocks(unit, query, tuple(sorted({full, max(1, full // 2), 1}, reverse=True)), edge)
+
+
+@functools.lru_cache(maxsize=256)
+def small_blocks_for(grid: TokenGrid) -> Blocks:
+    """Block sizes for ordinary operations on a CPU: little to skip over, one granule at a time."""
+    return Blocks(_unit(grid, 320), 1, (1,))
+
+
+def _query_granules(granules: int, rows: int, limits: _Limits) -> int:
+    """Granules of a query block: large, and few rows computed twice by a last block that is moved back."""
+
+    def cost(size):
+        return math.ceil(granules / size) * size * (1 + _ROWS_PER_BLOCK / (size * rows))
+
+    return min(range(1, min(granules, max(1, limits.query // rows)) + 1), key=cost)
+
+
+def _full_granules(rows: int, limits: _Limits) -> int:
+    """Granules of the largest mask-free body: many rows, that nearly fill their last tile of keys."""
+
+    def cost(size):
+        # the scores' product pays by rows and the values' by tiles; a body has some latency of its own
+        tiles = math.ceil(size * rows / _KEY_TILE) * _KEY_TILE
+        return (2 * size * rows + tiles + 3 * _ROWS_PER_BLOCK) / (size * rows)
+
+    return min(range(1, max(1, limits.full // rows) + 1), key=cost)
 
 
 def _unit(grid: TokenGrid, granule_rows: int = _GRANULE_ROWS) -> int:
@@ -94,7 +144,3 @@ def _unit(grid: TokenGrid, granule_rows: int = _GRANULE_ROWS) -> int:
         if padded <= 1.02 * places or padded <= -(-places // 16) * 16:
             best = unit
     return best
-
-
-def _full_sizes(query_granules: int) -> tuple[int, ...]:
-    return tuple(sorted({query_granules, max(1, query_granules // 2), 1}, reverse=True))

@@ -23,7 +23,7 @@ from ..worktable import (
     sink_prefix,
     work_table,
 )
-from .tuning import blocks_for
+from .tuning import small_blocks_for
 
 _MASKED = -1e30
 # scores of one chunk of query rows of dense attention: 2**24 f32 values are 64 MiB
@@ -39,7 +39,7 @@ def work_table_attention(query, key, value, kinds, text_lengths=None, *, plan: P
         text_lengths: (batch,) int32 valid text tokens, or None when all are valid.
         plan: Grid and patterns; static.
         scale: Factor on the scores. Default: ``head_dim ** -0.5``.
-        blocks: Block sizes; default: as the Pallas kernel takes them for this grid.
+        blocks: Block sizes; default: ``tuning.small_blocks_for``.
 
     Returns:
         (batch, tokens, heads, head_dim), the dtype of ``query``. Output rows of padded text queries are finite and
@@ -51,7 +51,7 @@ def work_table_attention(query, key, value, kinds, text_lengths=None, *, plan: P
     batch, tokens, _, head_dim = query.shape
     plan.grid.check_tokens(tokens)
     scale = head_dim**-0.5 if scale is None else scale
-    table = work_table(plan, blocks or blocks_for(plan.grid))
+    table = work_table(plan, blocks or small_blocks_for(plan.grid))
     if text_lengths is None:
         text_lengths = jnp.full((batch,), plan.grid.text_tokens, jnp.int32)
     video = _video_attention(query, key, value, kinds, text_lengths, table, scale)
