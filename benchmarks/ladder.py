@@ -21,8 +21,8 @@ from tqdm import tqdm
 from benchmarks.cases import Case, Program, densities, ladder
 from torch_svg import aot
 from torch_svg.kernel_scalars import kernel_scalars
+from torch_svg.scalar_values import DataDependentBranch
 from torch_svg.schedule import UnknownScheduleFormat
-from torch_svg.schedule_walk import DataDependentBranch
 
 # what one case may fail with without taking the others along
 FAILURES = (aot.CompileError, UnknownScheduleFormat, DataDependentBranch, NotImplementedError)

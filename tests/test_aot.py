@@ -18,8 +18,9 @@ from jax.experimental.pallas import tpu as pltpu  # noqa: E402
 
 from torch_svg import aot, hlo  # noqa: E402
 from torch_svg.kernel_scalars import hlo_shape, kernel_scalars  # noqa: E402
+from torch_svg.scalar_values import DataDependentBranch  # noqa: E402
 from torch_svg.schedule import UnknownScheduleFormat, read_overlays, read_schedule, read_schedules, read_units  # noqa: E402
-from torch_svg.schedule_walk import DataDependentBranch, walk  # noqa: E402
+from torch_svg.schedule_walk import walk  # noqa: E402
 
 needs_libtpu = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
 aot_test = [pytest.mark.aot, needs_libtpu]
@@ -220,6 +221,43 @@ class TestReading:
         schedule = read_schedule("k", PROGRAM.replace("sbr.rel (%p5_p0)", "sbr.ind (%p5_p0)"), _units(40))
         with pytest.raises(UnknownScheduleFormat, match="branch"):
             walk(schedule, [np.zeros(5, np.int32)])
+
+    def test_a_spilled_value_is_the_one_stored_last(self):
+        """A spill slot serves unrelated values one after the other; one of them unknown does not spoil the next."""
+        slot = "[smem:[#allocation7_spill]]"
+        program = PROGRAM.replace(
+            "      %p5_p0 =",
+            f"""      %s20_s4 = scalar_lea.vmem [#allocation3]
+      %21 = sst {slot} %s20_s4
+      %22 = sst {slot} %s4_s3
+      %s23_s5 = sld {slot}
+      %p5_p0 =""",
+        ).replace("%s4_s3, 7", "%s23_s5, 7")
+        done = walk(read_schedule("k", program, _units(40)), [np.array([1, 7, 9, 0, 8], np.int32)])
+        assert done.counts == {9: 5, 3: 3}
+
+    @pytest.mark.parametrize(
+        ("operation", "error", "message"),
+        [
+            ("spop %v1_v0", DataDependentBranch, "region 3"),
+            ("smystery.s32 %s4_s3, 7", UnknownScheduleFormat, "smystery"),
+            ("sld [smem:[%s4_s3 + $0x2]]", UnknownScheduleFormat, "sld"),
+        ],
+    )
+    def test_a_branch_on_something_else_gives_no_number(self, operation, error, message):
+        program = PROGRAM.replace("      %p5_p0 =", f"      %s20_s4 = {operation}\n      %p5_p0 =")
+        schedule = read_schedule("k", program.replace("%s4_s3, 7", "%s20_s4, 7"), _units(40))
+        with pytest.raises(error, match=message):
+            walk(schedule, [np.zeros(5, np.int32)])
+
+    def test_data_may_decide_branches_but_never_trips(self):
+        program = PROGRAM.replace("      %p5_p0 =", "      %s20_s4 = spop %v1_v0\n      %p5_p0 =")
+        on_branch = read_schedule("k", program.replace("%s4_s3, 7", "%s20_s4, 7"), _units(40))
+        assert walk(on_branch, [np.zeros(5, np.int32)], assume=False).counts == {9: 5, 3: 0}
+        assert walk(on_branch, [np.zeros(5, np.int32)], assume={3: True}).counts == {9: 5, 3: 5}
+        on_loop = read_schedule("k", program.replace("%s3_s2, 5", "%s20_s4, 5"), _units(40))
+        with pytest.raises(DataDependentBranch, match="trips"):
+            walk(on_loop, [np.zeros(5, np.int32)], assume=False)
 
     def test_no_dump_gives_no_number(self, tmp_path):
         (tmp_path / "123-kernel-schedule.pb").write_text("")

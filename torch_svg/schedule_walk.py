@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from torch_svg.scalar_values import NAMES, OPCODES, Unread
 from torch_svg.schedule import Schedule, UnknownScheduleFormat
 
 _LABEL = re.compile(r"\s*\$region(\d+)(?: \(\w+\))?:")
@@ -27,35 +28,10 @@ _PREDICATE = re.compile(r"\((!?%p\w+)(?:, (%\w+))?\),?")
 _ADDRESS = re.compile(r"\[smem:\[(#\w+)(?: \+ ([^\]]+))?\]\]")
 _PREFETCHED = re.compile(r"(#allocation\d+) \[.*size = (\w+), .*tag = 'prefetched SMEM operand (\d+)'")
 _TARGET = re.compile(r"region = (\d+)")
+_NUMBER = re.compile(r"-?(0x[0-9a-f]+|\d+)")
+# the allocation that holds the core's index
+_CORE = "#allocation0"
 _MOST_STEPS = 200_000_000
-
-_ARITHMETIC = {
-    "smov": "{0}",
-    "sadd": "wrap({0} + {1})",
-    "ssub": "wrap({0} - {1})",
-    "smul": "wrap({0} * {1})",
-    "sand": "({0} & {1})",
-    "sor": "({0} | {1})",
-    "sxor": "({0} ^ {1})",
-    "smin": "min({0}, {1})",
-    "smax": "max({0}, {1})",
-    "sshll": "wrap({0} << ({1} & 31))",
-    "sshra": "({0} >> ({1} & 31))",
-    "sshrl": "(({0} & 0xFFFFFFFF) >> ({1} & 31))",
-    "scalar_select": "({1} if {0} else {2})",
-    "pand": "({0} and {1})",
-    "por": "({0} or {1})",
-    "pnand": "(not ({0} and {1}))",
-    "pnor": "(not ({0} or {1}))",
-    "pxor": "(bool({0}) != bool({1}))",
-    "pmov": "{0}",
-    "pneg": "(not {0})",
-}
-_COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-
-
-class DataDependentBranch(RuntimeError):
-    """A branch hangs on values that a schedule does not hold: vector results, or tables that were not given."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +153,6 @@ class _Program:
                 self.entries.append(instruction)
         self.instructions = [entry for entry in self.entries if isinstance(entry, _Instruction)]
         self._merge_phis()
-        self._find_unknown()
         self._slice()
 
     def _merge_phis(self):
@@ -201,95 +176,75 @@ class _Program:
         names += instruction.address[1] if instruction.address else []
         return {self.find(name.lstrip("!")) for name in names if name.lstrip("!").startswith("%")}
 
-    def _find_unknown(self):
-        """Names and SMEM allocations whose values this walk cannot know."""
-        stored = {i.address[0] for i in self.instructions if i.opcode == "sst" and i.address}
-        unknown = set()
-        defined = {self.find(i.target) for i in self.instructions if i.target}
-        changed = True
-        while changed:
-            changed = False
-            for instruction in self.instructions:
-                base = instruction.opcode.split(".")[0]
-                known = base in _ARITHMETIC or base in ("scmp", "sphi", "sbr", "sld", "sst")
-                if ".f32" in instruction.opcode or any("#" in operand for operand in instruction.operands):
-                    known = False
-                if base in ("sld", "sst"):
-                    place = instruction.address[0] if instruction.address else None
-                    readable = place == "#allocation0" or place in stored or self.tables.get(place) is not None
-                    known = known and place is not None and readable and place not in unknown
-                known = known and all(name in defined and name not in unknown for name in self._reads(instruction))
-                result = instruction.address[0] if base == "sst" and instruction.address else instruction.target
-                if known or result is None or base == "sbr":
-                    continue
-                result = result if base == "sst" else self.find(result)
-                if result not in unknown:
-                    unknown.add(result)
-                    changed = True
-        self.unknown = unknown
-
     def _slice(self):
         """Keeps the instructions that a branch depends on."""
         needed, places = set(), set()
         for instruction in self.instructions:
             if instruction.opcode == "sbr.rel":
                 needed |= self._reads(instruction)
-        needed -= self.unknown
         kept, size = set(), -1
         while size != len(kept):
             size = len(kept)
             for index, instruction in enumerate(self.instructions):
                 base = instruction.opcode.split(".")[0]
-                wanted = (
-                    self.find(instruction.target) in needed
-                    if base != "sst"
-                    else (instruction.address is not None and instruction.address[0] in places)
-                )
-                if not wanted or index in kept or base == "sbr":
+                if index in kept or base == "sbr":
                     continue
-                kept.add(index)
-                needed |= self._reads(instruction)
-                if base == "sld":
-                    places.add(instruction.address[0])
+                if base == "sst":
+                    wanted = instruction.address is not None and instruction.address[0] in places
+                else:
+                    wanted = self.find(instruction.target) in needed
+                if wanted:
+                    kept.add(index)
+                    needed |= self._reads(instruction)
+                    if base == "sld" and instruction.address:
+                        places.add(instruction.address[0])
         self.kept = {id(self.instructions[index]) for index in kept}
 
     def _variable(self, name):
         if name.startswith("!"):
-            return f"(not {self._variable(name[1:])})"
-        if not name.startswith("%"):
-            return str(int(name, 0))
-        return f"r[{self.registers.setdefault(self.find(name), len(self.registers))}]"
+            return f"negate({self._variable(name[1:])})"
+        if name.startswith("%"):
+            return f"r[{self.registers.setdefault(self.find(name), len(self.registers))}]"
+        return str(int(name, 0)) if _NUMBER.fullmatch(name) else f"Unread({name!r})"
+
+    def _value(self, instruction):
+        """The Python expression of an instruction's result."""
+        base, _, kind = instruction.opcode.partition(".")
+        # what the vector unit hands over hangs on data
+        if base in ("vpop", "spop"):
+            return "None"
+        if base == "sld" and instruction.address:
+            name, offset = instruction.address[0], self._sum(instruction.address[1])
+            if self.tables.get(name) is not None:
+                return f"look(t[{name!r}], {offset})"
+            return "0" if name == _CORE else f"m.get(({name!r}, {offset}))"
+        values = [self._variable(operand) for operand in instruction.operands]
+        if base == "scmp" and ".f32" not in kind:
+            comparison, sign = kind.split(".")[:2]
+            return f"compare_{comparison}({', '.join(values)}, {sign.startswith('u')})"
+        if base in OPCODES and ".f32" not in kind:
+            return OPCODES[base].format(*values)
+        return f"unread({instruction.opcode!r}, {', '.join(values)})"
+
+    def _sum(self, parts):
+        text = self._variable(parts[0])
+        for part in parts[1:]:
+            text = f"add({text}, {self._variable(part)})"
+        return text
 
     def _source(self, instruction):
-        base, _, kind = instruction.opcode.partition(".")
-        if base == "sphi":
+        """The Python statement of an instruction, None where phis share a variable anyway."""
+        if instruction.opcode == "sphi":
             return None
-        values = [self._variable(operand) for operand in instruction.operands]
-        place = None
-        if instruction.address:
-            place = instruction.address[0], " + ".join(self._variable(part) for part in instruction.address[1])
-        if base == "sst":
-            statement = f"m[{place[0]!r}, {place[1]}] = {values[-1]}"
+        if instruction.opcode.startswith("sst"):
+            target = f"m[{instruction.address[0]!r}, {self._sum(instruction.address[1])}]"
+            value, otherwise = self._variable(instruction.operands[-1]), f"m.get(({target[2:-1]}))"
         else:
-            if base == "sld":
-                table = self.tables.get(place[0]) is not None
-                value = f"look(t[{place[0]!r}], {place[1]})" if table else f"m.get(({place[0]!r}, {place[1]}), 0)"
-            elif base == "scmp":
-                comparison, sign = kind.split(".")[:2]
-                if sign.startswith("u"):
-                    values = [f"({value} & 0xFFFFFFFF)" for value in values]
-                value = f"({values[0]} {_COMPARE[comparison]} {values[1]})"
-            else:
-                value = _ARITHMETIC[base].format(*values)
-            if instruction.otherwise:
-                condition = self._variable(instruction.predicate)
-                return f"{self._variable(instruction.target)} = {value} if {condition} else " + self._variable(
-                    instruction.otherwise
-                )
-            statement = f"{self._variable(instruction.target)} = {value}"
-        if instruction.predicate and self.find(instruction.predicate.lstrip("!")) not in self.unknown:
-            return f"if {self._variable(instruction.predicate)}: {statement}"
-        return statement
+            target, value = self._variable(instruction.target), self._value(instruction)
+            otherwise = self._variable(instruction.otherwise) if instruction.otherwise else target
+        if instruction.predicate:
+            value = f"select({self._variable(instruction.predicate)}, {value}, {otherwise})"
+        return f"{target} = {value}"
 
     def run(self, assume):
         """{region number: times entered}."""
@@ -315,30 +270,27 @@ class _Program:
                         lines.append(line)
                     continue
                 goal = starts[instruction.jump]
-                after = self._branch(instruction, goal, index + 1, blocks, starts, assume)
+                after = self._branch(instruction, goal, index, starts, assume)
             body = "".join(f"    {line}\n" for line in lines)
             source.append(f"def block{index}(r, m, t):\n{body}    return {after}\n")
-        names = {"wrap": _wrap, "look": _look, "stop": _stop}
+        names = dict(NAMES)
         exec(compile("\n".join(source), "<scalar program>", "exec"), names)
         functions = [names[f"block{index}"] for index in range(len(blocks))]
         entered = self._execute(functions)
         return {region: entered[block] for region, block in starts.items() if block < len(blocks)}
 
-    def _branch(self, instruction, goal, following, blocks, starts, assume):
+    def _branch(self, instruction, goal, index, starts, assume):
+        following = index + 1
         condition = instruction.predicate or (instruction.operands[0] if instruction.operands else None)
         if condition is None:
             return str(goal)
-        if self.find(condition.lstrip("!")) not in self.unknown:
-            return f"{goal} if {self._variable(condition)} else {following}"
-        skipped = next((region for region, block in starts.items() if block == following), None)
-        if not isinstance(assume, bool) and skipped not in assume:
-            return f"stop({skipped})"
-        taken = assume if isinstance(assume, bool) else assume[skipped]
-        # a loop that hangs on data ends; a branch is jumped over
-        return str(following if taken or goal < following else goal)
+        # a branch jumps over what follows; a loop jumps back
+        over = next((region for region, block in starts.items() if block >= following), None) if goal > index else None
+        told = assume.get(over) if isinstance(assume, dict) else assume
+        return f"decide({self._variable(condition)}, {goal}, {following}, {over}, {told})"
 
     def _execute(self, functions):
-        registers, memory = [0] * (len(self.registers) + 1), {}
+        registers, memory = [Unread("a value that is never set")] * (len(self.registers) + 1), {}
         entered = [0] * (len(functions) + 1)
         block, steps, end = 0, 0, len(functions)
         while block < end:
@@ -348,19 +300,3 @@ class _Program:
             if steps > _MOST_STEPS:
                 raise UnknownScheduleFormat("the walk does not end: the program was not understood")
         return entered
-
-
-def _wrap(value):
-    return ((value + 0x80000000) & 0xFFFFFFFF) - 0x80000000
-
-
-def _look(table, index):
-    # a speculated load may point outside: its value is never used
-    return table[index] if 0 <= index < len(table) else 0
-
-
-def _stop(region):
-    raise DataDependentBranch(
-        f"whether region {region} runs depends on data that the schedule does not hold: give the scalar-prefetch "
-        f"operands, or say assume=False, or assume={{{region}: True}}"
-    )
