@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from .allegro import ALLEGRO
 from .base import Family, forward_inputs
 from .cogvideox import COGVIDEOX
+from .cosmos import COSMOS
 from .hunyuan_video import HUNYUAN_VIDEO
+from .kandinsky5 import KANDINSKY5
+from .ltx import LTX
 from .wan import WAN
 
-FAMILIES: tuple[Family, ...] = (WAN, HUNYUAN_VIDEO, COGVIDEOX)
+FAMILIES: tuple[Family, ...] = (WAN, HUNYUAN_VIDEO, COGVIDEOX, LTX, COSMOS, ALLEGRO, KANDINSKY5)
 
 __all__ = ["FAMILIES", "Family", "family_of", "forward_inputs"]
 

@@ -64,6 +64,18 @@ class Family:
         }
 
 
+def patched_grid(transformer: torch.nn.Module, sizes, **text) -> TokenGrid:
+    """The grid of latents of ``sizes`` (frames, height, width) after the transformer's patch embedding.
+
+    Patch sizes are a (frames, height, width) tuple, or a side and perhaps a ``patch_size_t``; what does not fill a
+    patch is cropped, as the embeddings' convolutions do.
+    """
+    patch = transformer.config.patch_size
+    if isinstance(patch, int):
+        patch = (getattr(transformer.config, "patch_size_t", None) or 1, patch, patch)
+    return TokenGrid(*(size // side for size, side in zip(sizes, patch, strict=True)), **text)
+
+
 def forward_inputs(transformer: torch.nn.Module, args: tuple, kwargs: dict) -> dict:
     """The arguments of a forward call by name."""
     return inspect.signature(type(transformer).forward).bind_partial(transformer, *args, **kwargs).arguments

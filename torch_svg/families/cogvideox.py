@@ -1,15 +1,15 @@
-"""CogVideoX 2B, 5B and 1.5: text before the video, its padding attended; latents are (batch, frames, channels, ...)."""
+"""CogVideoX 2B, 5B and 1.5, and ConsisID: text before the video, its padding attended; latents come frames first."""
 
 from ..config import Preset
 from ..grid import TokenGrid
-from .base import Family
+from .base import Family, patched_grid
 
 
 def _grid(transformer, inputs) -> TokenGrid:
+    # (batch, frames, channels, height, width)
     frames, _, height, width = inputs["hidden_states"].shape[1:]
-    patch, patch_frames = transformer.config.patch_size, transformer.config.patch_size_t or 1
     text_tokens = inputs["encoder_hidden_states"].shape[1]
-    return TokenGrid(frames // patch_frames, height // patch, width // patch, text_tokens, text_first=True)
+    return patched_grid(transformer, (frames, height, width), text_tokens=text_tokens, text_first=True)
 
 
 def _preset(transformer, grid) -> Preset:
@@ -17,7 +17,7 @@ def _preset(transformer, grid) -> Preset:
         density=0.25,
         warmup_steps=0.2,
         dense_layers=0.025,
-        source="Sparse-VideoGen's CogVideoX scripts: sparsity 0.25, 20 % of the steps and 2.5 % of the layers dense",
+        source="Sparse-VideoGen's CogVideoX scripts: sparsity 0.25, 20 % of steps and 2.5 % of layers dense",
     )
 
 
@@ -29,7 +29,7 @@ def _default_processor(path, module):
 
 COGVIDEOX = Family(
     name="cogvideox",
-    transformers=("CogVideoXTransformer3DModel",),
+    transformers=("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel"),
     video_attention=r"transformer_blocks\.\d+\.attn1",
     grid=_grid,
     preset=_preset,

@@ -2,14 +2,12 @@
 
 from ..config import Preset
 from ..grid import TokenGrid
-from .base import Family
+from .base import Family, patched_grid
 
 
 def _grid(transformer, inputs) -> TokenGrid:
-    frames, height, width = inputs["hidden_states"].shape[2:]
-    patch, patch_frames = transformer.config.patch_size, transformer.config.patch_size_t
     text_tokens = inputs["encoder_hidden_states"].shape[1]
-    return TokenGrid(frames // patch_frames, height // patch, width // patch, text_tokens)
+    return patched_grid(transformer, inputs["hidden_states"].shape[2:], text_tokens=text_tokens)
 
 
 def _preset(transformer, grid) -> Preset:

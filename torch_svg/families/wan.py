@@ -1,16 +1,14 @@
-"""Wan 2.1 and 2.2: text, image, first-last-frame and expanded-timestep (TI2V-5B) conditioning."""
+"""Wan 2.1 and 2.2 with all conditionings, and the models that share its attention."""
 
 from ..config import Preset
 from ..grid import TokenGrid
-from .base import Family, rotate_pairs
+from .base import Family, patched_grid, rotate_pairs
 
 _SVG_SCRIPTS = "Sparse-VideoGen's Wan scripts: sparsity 0.30, 3 % of layers and 20 % of steps (I2V: 35 %) dense"
 
 
 def _grid(transformer, inputs) -> TokenGrid:
-    frames, height, width = inputs["hidden_states"].shape[2:]
-    patch_frames, patch_height, patch_width = transformer.config.patch_size
-    return TokenGrid(frames // patch_frames, height // patch_height, width // patch_width)
+    return patched_grid(transformer, inputs["hidden_states"].shape[2:])
 
 
 def _preset(transformer, grid) -> Preset:
@@ -26,7 +24,14 @@ def _apply_rotary(x, rotary):
 
 WAN = Family(
     name="wan",
-    transformers=("WanTransformer3DModel", "WanVACETransformer3DModel"),
+    transformers=(
+        "WanTransformer3DModel",
+        "WanVACETransformer3DModel",
+        "WanAnimateTransformer3DModel",
+        "ChronoEditTransformer3DModel",
+        # its diffusion-forcing mode attends causally, by a mask that sparse attention refuses
+        "SkyReelsV2Transformer3DModel",
+    ),
     video_attention=r"(vace_)?blocks\.\d+\.attn1",
     grid=_grid,
     preset=_preset,
