@@ -2,9 +2,9 @@
 
 import copy
 
+import diffusers
 import pytest
 import torch
-import diffusers
 from diffusers import CogVideoXTransformer3DModel, HunyuanVideoTransformer3DModel
 from numerics import assert_close
 
