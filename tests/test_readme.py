@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from torch_svg import bridge
 from torch_svg.testing import random_tiny_wan_pipeline
@@ -39,6 +40,16 @@ def test_the_snippets_run_in_order_on_a_tiny_pipeline(monkeypatch, tmp_path):
         torch_svg.patches.revert()
     assert names["report"].dense_steps == [0]
     assert (tmp_path / "outputs/report/routing.png").exists()
+
+
+def test_the_example_family_of_the_docs_is_one():
+    snippet = re.search(r"```python\n(.*?)```", (ROOT / "docs/models.md").read_text(), flags=re.S).group(1)
+    names = {}
+    exec(snippet, names)
+    transformer = random_tiny_wan_pipeline(layers=2).transformer
+    assert list(names["family"].video_attention_modules(transformer)) == ["blocks.0.attn1", "blocks.1.attn1"]
+    latents = {"hidden_states": torch.empty(1, 4, 3, 10, 14)}
+    assert names["family"].grid(transformer, latents).tokens == 3 * 5 * 7
 
 
 def test_links_lead_somewhere():
