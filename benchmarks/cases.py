@@ -22,7 +22,7 @@ from benchmarks.shapes import LADDER, LADDER_HEADS, SHAPES, knob_half_width
 from torch_svg.kernels import block_sparse, profiling
 from torch_svg.kernels.tuning import blocks_for
 from torch_svg.pattern import DENSE, SPATIAL, TEMPORAL, Pattern, Plan, pair_density
-from torch_svg.worktable import PARTIAL, TAIL, decode, encode, tile_density, work_table
+from torch_svg.worktable import PARTIAL, TAIL, Blocks, decode, encode, tile_density, work_table
 
 # quickest of the block sizes tried with the ruler on v6e: (query, key, keys per step)
 SPLASH_BLOCKS = (2368, 2048, 1024)
@@ -141,27 +141,27 @@ def own_attention(query, key, value, kinds, *, heads: int, **static):
     return block_sparse.block_sparse_attention(*split, kinds, **static).reshape(query.shape)
 
 
-def _own_program(shape, heads, kind, half_width, **static):
+def _own_program(shape, heads, kind, half_width, blocks, **static):
     array = _bf16(1, shape.grid.tokens, heads * shape.head_dim)
     arguments = (array, array, array, kinds_of(heads, kind))
-    return Program(own_attention, arguments, {"plan": plan_of(shape.grid, half_width), "heads": heads, **static})
+    plan = plan_of(shape.grid, half_width)
+    return Program(own_attention, arguments, {"plan": plan, "heads": heads, "blocks": blocks, **static})
 
 
-def _own_case(name, what, point, *, kind="both", rounded=False, **static):
+def _own_case(chip, name, what, point, *, kind="both", rounded=False, **static):
     half_width = knob_half_width(LADDER.grid.video_tokens, KNOBS[point])
+    blocks = blocks_for(LADDER.grid, LADDER.head_dim, chip)
     if rounded:
-        blocks = blocks_for(LADDER.grid, LADDER.head_dim)
-        static["blocks"] = replace(blocks, rounded=True, edge_granules=0)
-    program = _own_program(LADDER, LADDER_HEADS, kind, half_width, **static)
+        blocks = replace(blocks, rounded=True, edge_granules=0)
+    program = _own_program(LADDER, LADDER_HEADS, kind, half_width, blocks, **static)
     variants = {} if kind == "dense" else {key: kinds_of(LADDER_HEADS, key) for key in ("spatial", "temporal")}
     plan = program.static["plan"]
     return Case(name, what, (program,), exact=not rounded, variants=variants, dense="own_dense", plan=plan)
 
 
-def naive_attention(query, key, value, kinds, *, heads: int, plan: Plan):
+def naive_attention(query, key, value, kinds, *, heads: int, plan: Plan, blocks: Blocks):
     """Our kernel with the mask computed on every granule that is visited, as if there were no other bodies."""
     head_dim = query.shape[-1] // heads
-    blocks = blocks_for(plan.grid, head_dim)
     table = work_table(plan, blocks)
     items = [decode(item) for item in table.items]
     # a temporal head's first frame is not in the head's order: the mask does not know it, and it is full anyway
@@ -174,18 +174,20 @@ def naive_attention(query, key, value, kinds, *, heads: int, plan: Plan):
     return output.reshape(query.shape)
 
 
-def _naive_case():
+def _naive_case(chip):
     half_width = knob_half_width(LADDER.grid.video_tokens, KNOBS["svg30"])
-    own = _own_program(LADDER, LADDER_HEADS, "both", half_width)
+    blocks = blocks_for(LADDER.grid, LADDER.head_dim, chip)
+    own = _own_program(LADDER, LADDER_HEADS, "both", half_width, blocks)
     program = Program(naive_attention, own.arguments, own.static)
     what = "knob 0.30 + first frame, exact, mask on every granule"
     return Case("naive_svg30", what, (program,), dense="own_dense")
 
 
-def _cogvideox_case(name, what, kind):
+def _cogvideox_case(chip, name, what, kind):
     shape = SHAPES["cogvideox1.5-768p-81f"]
     half_width = knob_half_width(shape.grid.video_tokens, KNOBS["svg30"])
-    program = _own_program(shape, shape.heads, kind, half_width)
+    blocks = blocks_for(shape.grid, shape.head_dim, chip)
+    program = _own_program(shape, shape.heads, kind, half_width, blocks)
     plan = program.static["plan"]
     return Case(name, what, (program,), over_splash=False, dense="cogvideox15_dense", plan=plan)
 
@@ -229,22 +231,22 @@ def _profiling_case():
     )
 
 
-def ladder() -> list[Case]:
-    """All cases in the order in which they are read."""
+def ladder(chip: str) -> list[Case]:
+    """All cases in the order in which they are read, with the block sizes of a chip."""
     return [
         _splash_case(),
         _google_described_case(),
-        _own_case("own_dense", "our kernel, every head dense (warm-up steps)", "svg30", kind="dense"),
-        _naive_case(),
-        _own_case("exact_svg30", "knob 0.30 + first frame, exact", "svg30"),
-        _own_case("rounded_svg30", "knob 0.30 + first frame, rounded to granules", "svg30", rounded=True),
-        _own_case("online_svg30", "knob 0.30 + first frame, exact, online softmax", "svg30", softmax="online"),
-        _own_case("exact_google", "Google's point: knob 0.35 + first frame, exact", "google"),
-        _own_case("rounded_google", "Google's point, rounded to granules", "google", rounded=True),
+        _own_case(chip, "own_dense", "our kernel, every head dense (warm-up steps)", "svg30", kind="dense"),
+        _naive_case(chip),
+        _own_case(chip, "exact_svg30", "knob 0.30 + first frame, exact", "svg30"),
+        _own_case(chip, "rounded_svg30", "knob 0.30 + first frame, rounded to granules", "svg30", rounded=True),
+        _own_case(chip, "online_svg30", "knob 0.30 + first frame, exact, online softmax", "svg30", softmax="online"),
+        _own_case(chip, "exact_google", "Google's point: knob 0.35 + first frame, exact", "google"),
+        _own_case(chip, "rounded_google", "Google's point, rounded to granules", "google", rounded=True),
         _profiling_case(),
         _layout_case(),
-        _cogvideox_case("cogvideox15_dense", "CogVideoX 1.5, 48 heads of 64, our kernel dense", "dense"),
-        _cogvideox_case("cogvideox15_svg30", "CogVideoX 1.5, knob 0.30 + first frame", "both"),
+        _cogvideox_case(chip, "cogvideox15_dense", "CogVideoX 1.5, 48 heads of 64, our kernel dense", "dense"),
+        _cogvideox_case(chip, "cogvideox15_svg30", "CogVideoX 1.5, knob 0.30 + first frame", "both"),
     ]
 
 
@@ -256,9 +258,7 @@ def densities(case: Case) -> dict[str, float]:
     if len(program.arguments) < 4:
         return {}
     kinds = np.asarray(program.arguments[3]).reshape(-1)
-    head_dim = program.arguments[0].shape[-1] // program.static["heads"]
-    blocks = program.static.get("blocks") or blocks_for(case.plan.grid, head_dim)
-    patterns = case.plan.patterns
+    blocks, patterns = program.static["blocks"], case.plan.patterns
     return {
         "pair_density": float(np.mean([pair_density(patterns[kind], case.plan.grid) for kind in kinds])),
         "tile_density": float(np.mean([tile_density(case.plan, blocks, int(kind)) for kind in kinds])),

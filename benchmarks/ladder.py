@@ -100,7 +100,7 @@ def run(chip: str, names: list[str] | None = None, quiet: bool = False) -> dict:
     Raises:
         ValueError: An unknown chip or case.
     """
-    cases = ladder()
+    cases = ladder(chip)
     unknown = set(names or ()) - {case.name for case in cases}
     if unknown:
         raise ValueError(f"got cases {sorted(unknown)}, expected some of {[case.name for case in cases]}")

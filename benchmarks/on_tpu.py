@@ -135,13 +135,14 @@ def main(arguments: list[str] | None = None) -> int:
     import torch_xla
 
     from benchmarks.cases import ladder
+    from torch_svg.kernels import tuning
 
     predictions = {}
     if options.prediction:
         predicted = json.loads(options.prediction.read_text())
         predictions = {row["case"]: row["ms"] for row in predicted["rows"]}
     rows = []
-    for case in ladder():
+    for case in ladder(tuning.chip_here()):
         if options.case and case.name not in options.case:
             continue
         try:

@@ -54,9 +54,9 @@ def parse_tokens(text: str) -> TokenGrid:
         raise ValueError(f"got tokens {text!r}, expected FRAMESxHEIGHTxWIDTH or one of {sorted(SHAPES)}") from error
 
 
-def candidates(grid: TokenGrid) -> list[Blocks]:
+def candidates(grid: TokenGrid, chip: str) -> list[Blocks]:
     """Block sizes worth a thought, the rule's own among them."""
-    found = {tuning.rule(grid)}
+    found = {tuning.rule(grid, chip)}
     for unit in range(16, 129, 16):
         padded = -(-grid.tokens_per_frame // unit) * unit
         rows, granules = unit * grid.frames, padded // unit
@@ -65,12 +65,12 @@ def candidates(grid: TokenGrid) -> list[Blocks]:
         for query in range(1, granules + 1):
             if not 1000 <= query * rows <= 3400:
                 continue
-            fulls = {(query, max(1, query // 2), 1), (query, max(1, query // 3), 1), (query, 1)}
-            for full in fulls:
-                sizes = tuple(sorted(set(full), reverse=True))
-                for edge in {0, min(query, 3), min(query, 4), query}:
-                    if edge == 0 or granules > 4 * query:
-                        found.add(Blocks(unit, query, sizes, edge))
+            for largest in {query, max(1, 2100 // rows), max(1, 1700 // rows)}:
+                for middle in {max(1, largest // 2), max(1, largest // 3)}:
+                    sizes = tuple(sorted({largest, middle, 1}, reverse=True))
+                    for edge in {0, max(1, 1700 // rows), query}:
+                        if edge == 0 or granules > 3 * query:
+                            found.add(Blocks(unit, query, sizes, edge))
     return list(found)
 
 
@@ -123,10 +123,10 @@ def check_numerics(grid: TokenGrid, head_dim: int, blocks: Blocks) -> float:
 def tune(chip: str, grid: TokenGrid, heads: int, head_dim: int, compiles: int) -> list[Result]:
     """The best candidates, quickest first."""
     plan = plan_of(grid, knob_half_width(grid.video_tokens, KNOBS["svg30"]))
-    chosen, sizes = [tuning.rule(grid)], set()
-    for blocks in sorted(candidates(grid), key=lambda blocks: rough_cycles(plan, blocks)):
-        # the rough cost cannot tell variants of one query block apart: one of each is compiled
-        size = blocks.unit, blocks.query_granules
+    chosen, sizes = [tuning.rule(grid, chip)], set()
+    for blocks in sorted(candidates(grid, chip), key=lambda blocks: rough_cycles(plan, blocks)):
+        # the rough cost hardly tells variants of one query block apart: one of each is compiled
+        size = blocks.unit, blocks.query_granules, blocks.full_granules[0]
         if len(chosen) < compiles and blocks not in chosen and size not in sizes:
             chosen.append(blocks)
             sizes.add(size)
