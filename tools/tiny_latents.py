@@ -26,17 +26,26 @@ def cached_latents(run: Path, vae: AutoencoderKLWan, size: int, count: int) -> t
         stored = torch.load(path, weights_only=True)
         captions, parts = stored["captions"], list(stored["latents"].split(1))
     batch = max(1, 4 * 64 * 64 // size**2)
-    with whole_clip_at_once(), torch.autocast("cpu", torch.bfloat16):
-        for first in (bar := tqdm(range(len(captions), count, batch), desc=f"latents {size}")):
+    with whole_clip_at_once():
+        for first in tqdm(range(len(captions), count, batch), desc=f"latents {size}"):
             clips = [clip_of_seed(FIRST_SEED + size * 10_000 + index, size) for index in range(first, first + batch)]
             captions += [caption for caption, _ in clips]
-            parts.append(encode_clip(vae, torch.stack([clip for _, clip in clips]))[0].half())
-            if bar.n % 100 == 99 or first + batch >= count:
+            # torch.cat of float16 below does not work under autocast
+            with torch.autocast("cpu", torch.bfloat16):
+                latents = encode_clip(vae, torch.stack([clip for _, clip in clips]))[0]
+            parts.append(latents.half())
+            if len(captions) % 40 == 0 or first + batch >= count:
                 torch.save({"captions": captions, "latents": torch.cat(parts)}, path)
     return captions[:count], torch.cat(parts)[:count]
 
 
-def latent_statistics(latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and standard deviation of each channel, over clips, frames and places, as the VAE's config states them."""
-    by_channel = latents.float().transpose(0, 1).flatten(1)
-    return by_channel.mean(1), by_channel.std(1)
+def latent_statistics(run: Path, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and standard deviation of each channel, over clips, frames and places, as the VAE's config states them.
+
+    Kept once computed: a transformer half trained on one normalisation must not go on with another.
+    """
+    path = run / "latent_statistics.pt"
+    if not path.exists():
+        by_channel = latents.float().transpose(0, 1).flatten(1)
+        torch.save((by_channel.mean(1), by_channel.std(1)), path)
+    return torch.load(path, weights_only=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from diffusers import WanTransformer3DModel
 from torch import nn
@@ -141,7 +142,10 @@ def train_transformer(
     Args:
         data: For each clip size, captions and normalised latents.
         phases: Trained one after the other; the learning rate falls to zero over the last third of all steps.
+
+    Under `torch.distributed` every process takes its share of a batch, and gradients are averaged.
     """
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     torch.manual_seed(1)
     model, average = TextToVideo(tokenizer), TextToVideo(tokenizer).requires_grad_(False)
     average.load_state_dict(model.state_dict())
@@ -158,25 +162,40 @@ def train_transformer(
 
     schedule = [phase for phase in phases for _ in range(phase.steps)]
     total = len(schedule)
-    for step in (bar := tqdm(range(first, total), initial=first, total=total, desc="transformer")):
+    for step in (bar := tqdm(range(first, total), initial=first, total=total, desc="transformer", disable=rank > 0)):
         phase = schedule[step]
         # a step's data and noise follow from its number alone, so that a resumed run is the same run
-        torch.manual_seed(step)
+        torch.manual_seed(step * ranks + rank)
         captions, latents = data[phase.size]
-        chosen = torch.randint(len(captions), (phase.batch,))
-        kept = torch.rand(phase.batch) >= CAPTION_DROPOUT
+        batch = phase.batch // ranks
+        chosen = torch.randint(len(captions), (batch,))
+        kept = torch.rand(batch) >= CAPTION_DROPOUT
         texts = [captions[i] if keep else "" for i, keep in zip(chosen.tolist(), kept, strict=True)]
         tokens = tokenizer(texts, padding="max_length", max_length=TEXT_TOKENS, return_tensors="pt")
         tokens = {name: tokens[name] for name in ("input_ids", "attention_mask")}
         loss = flow_matching_loss(model, caption_attention, tokens, latents[chosen].float(), phase.shift)
         loss.backward()
+        if ranks > 1:
+            average_gradients(model, ranks)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step(min(1, (step + 1) / warmup, (total - step) / (total / 3)))
         decay = min(0.998, (step + 1) / (step + 20))
         for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
             slow.lerp_(fast.detach(), 1 - decay)
+        if rank > 0:
+            continue
         bar.set_postfix(size=phase.size, loss=f"{loss.item():.4f}")
         log_line(run / "transformer.log", step=step + 1, size=phase.size, loss=loss.item())
-        if (step + 1) % 100 == 0 or step + 1 == total:
+        if (step + 1) % 50 == 0 or step + 1 == total:
             save_checkpoint(run / "transformer.pt", step + 1, model, average, optimizer)
     return average
+
+
+def average_gradients(model: nn.Module, ranks: int) -> None:
+    """Replace each gradient by its mean over all processes, in one transfer."""
+    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat)
+    parts = (flat / ranks).split([gradient.numel() for gradient in gradients])
+    for gradient, part in zip(gradients, parts, strict=True):
+        gradient.copy_(part.view_as(gradient))

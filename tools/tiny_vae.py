@@ -58,8 +58,8 @@ class Crops:
 VAE_PHASES = (
     Crops(steps=150, batch=16, size=32, frames=1),
     Crops(steps=300, batch=8, size=32, frames=9),
-    Crops(steps=550, batch=6, size=32, frames=13, encoder=False),
-    Crops(steps=150, batch=2, size=64, frames=13, encoder=False),
+    Crops(steps=310, batch=6, size=32, frames=13, encoder=False),
+    Crops(steps=60, batch=2, size=64, frames=13, encoder=False),
 )
 KL_WEIGHT = 1e-5
 
