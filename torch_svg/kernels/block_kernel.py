@@ -383,7 +383,10 @@ class _QueryBlock:
     def _copy_output(self, slot) -> None:
         shape = self.shape
         start, batch = self.tables.starts[self.block], lax.div(self.head, shape.heads)
-        lanes = pl.ds(pl.multiple_of(lax.rem(self.head, shape.heads) * shape.lanes, LANES), shape.lanes)
+        head, shared = lax.rem(self.head, shape.heads), shape.query_heads_per_lanes
+        # heads that share a tile are written apart: first all even ones, then all odd ones
+        tile = lax.rem(head, shared) * -(-shape.heads // shared) + lax.div(head, shared)
+        lanes = pl.ds(pl.multiple_of(tile * shape.lanes, LANES), shape.lanes)
         base = batch * shape.query_total_units + start * shape.query_units
         units = shape.query_granules * shape.query_units
 

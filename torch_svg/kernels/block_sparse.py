@@ -65,13 +65,13 @@ def block_sparse_attention(
     flags = key_flags(layout, batch, text_lengths, query.dtype) if flagged else None
     queries = in_layout(query, layout, with_text=False)
     video = attend_video(queries, keys, values, flags, kinds, table, heads, head_dim, scale, softmax, interpret)
-    video = video.reshape(batch, layout.frames, layout.frame_rows, heads, head_dim)
-    video = video[:, :, : grid.tokens_per_frame].reshape(batch, grid.video_tokens, heads, head_dim)
+    video = video.reshape(batch, layout.frames, layout.frame_rows, -1)
+    video = video[:, :, : grid.tokens_per_frame].reshape(batch, grid.video_tokens, -1)
     if not grid.text_tokens:
-        return video
+        return from_lane_tiles(video, heads, head_dim)
     # text queries see every key: a dense kernel with a small query block of their own
     text = attend_dense(
-        lane_tiles(query[:, grid.text_start : grid.text_start + grid.text_tokens]),
+        lane_tiles(query)[:, grid.text_start : grid.text_start + grid.text_tokens],
         keys,
         values,
         flags,
@@ -82,7 +82,8 @@ def block_sparse_attention(
         interpret=interpret,
         key_rows=layout.granule_rows * (layout.granules + layout.text_granules),
     )
-    return jnp.concatenate([text, video] if grid.text_first else [video, text], axis=1)
+    output = jnp.concatenate([text, video] if grid.text_first else [video, text], axis=1)
+    return from_lane_tiles(output, heads, head_dim)
 
 
 def check_arrays(query, key, value, softmax: str) -> None:
@@ -111,18 +112,28 @@ def padded_head_dim(head_dim: int) -> int:
     return LANES // 2 if head_dim <= LANES // 2 else math.ceil(head_dim / LANES) * LANES
 
 
-def from_lane_tiles(output, heads: int, head_dim: int):
-    """(batch, tokens, heads * lanes per head) -> (batch, tokens, heads, head_dim).
-
-    Two heads of 64 that share a tile of lanes each come with both halves; a head's own half is its place in the pair.
-    """
-    batch, tokens, _ = output.shape
+def output_lanes(heads: int, head_dim: int) -> int:
+    """Lanes of the kernel's output: a whole tile per head, also where two heads share a tile of the input."""
     width = padded_head_dim(head_dim)
-    if width >= LANES:
-        return output.reshape(batch, tokens, heads, width)[..., :head_dim]
-    output = output.reshape(batch, tokens, heads, 2, width)
-    own = (jnp.arange(heads) % 2)[:, None]
-    return jnp.where(own == 0, output[:, :, :, 0], output[:, :, :, 1])[..., :head_dim]
+    return heads * width if width >= LANES else (heads + heads % 2) * LANES
+
+
+def joined(output, head_dim: int):
+    """(batch, tokens, output lanes) -> (batch, tokens, lanes) as ``lane_tiles`` lays heads.
+
+    A head of 64 comes with its neighbour's half, which is not its own: even heads stand in the first half of the
+    output and keep their lower lanes, odd heads in the second half and keep their upper lanes.
+    """
+    if padded_head_dim(head_dim) >= LANES:
+        return output
+    lanes = output.shape[-1] // 2
+    even, odd = output[..., :lanes], output[..., lanes:]
+    return jnp.where(jnp.arange(lanes) % LANES < LANES // 2, even, odd)
+
+
+def from_lane_tiles(x, heads: int, head_dim: int):
+    """(batch, tokens, lanes) -> (batch, tokens, heads, head_dim)."""
+    return x.reshape(*x.shape[:2], -1, padded_head_dim(head_dim))[:, :, :heads, :head_dim]
 
 
 def in_layout(x, layout: Layout, with_text: bool):
@@ -225,6 +236,7 @@ def _bounds(plan: Plan, blocks: Blocks) -> np.ndarray:
 
 
 def attend_video(queries, keys, values, flags, kinds, table, heads, head_dim, scale, softmax, interpret):
+    """The video's output rows, (batch, padded video rows, lanes), from arrays in ``in_layout``."""
     batch = queries.shape[0]
     layout = table.layout
     shape = kernel_shape(table, batch, heads, head_dim, queries.dtype, scale, softmax, flags is not None)
@@ -237,5 +249,6 @@ def attend_video(queries, keys, values, flags, kinds, table, heads, head_dim, sc
     ]
     bounds = _bounds(table.plan, table.blocks) if shape.masked else np.zeros((1, 8, LANES), np.int32)
     inputs = Inputs(*(x for pair in zip(by_units, by_frames, strict=True) for x in pair), bounds=jnp.asarray(bounds))
-    output = call(shape, scalar_operands(table, kinds), inputs, heads * shape.lanes, interpret)
-    return from_lane_tiles(output.reshape(batch, -1, heads * shape.lanes), heads, head_dim)
+    lanes = output_lanes(heads, head_dim)
+    output = call(shape, scalar_operands(table, kinds), inputs, lanes, interpret)
+    return joined(output.reshape(batch, -1, lanes), head_dim)

@@ -35,7 +35,7 @@ def dense_attention(query, key, value, key_lengths=None, *, scale=None, softmax=
         ValueError: The dtype is neither bf16 nor f32.
         NotImplementedError: head_dim above 256.
     """
-    from .block_sparse import check_arrays, lane_tiles
+    from .block_sparse import check_arrays, from_lane_tiles, lane_tiles
 
     check_arrays(query, key, value, softmax)
     batch, key_tokens, heads, head_dim = key.shape
@@ -49,7 +49,7 @@ def dense_attention(query, key, value, key_lengths=None, *, scale=None, softmax=
         invalid = jnp.arange(key_rows)[None] >= lengths[:, None]
         flags = jnp.stack([jnp.ones_like(invalid), invalid], axis=-1).astype(query.dtype)
         flags = jnp.pad(flags, ((0, 0), (0, 0), (0, LANES - 2)))
-    return attend_dense(
+    output = attend_dense(
         lane_tiles(query),
         keys,
         values,
@@ -62,6 +62,7 @@ def dense_attention(query, key, value, key_lengths=None, *, scale=None, softmax=
         key_rows=key_rows,
         granule_units=key_rows // granules // _UNIT,
     )
+    return from_lane_tiles(output, heads, head_dim)
 
 
 def attend_dense(query, key, value, flags, *, heads, head_dim, scale, softmax, interpret, key_rows, granule_units=None):
@@ -74,9 +75,9 @@ def attend_dense(query, key, value, flags, *, heads, head_dim, scale, softmax, i
         granule_units: 16-row units of a granule; default: the largest of good size that divides ``key_rows``.
 
     Returns:
-        (batch, query_tokens, heads, head_dim).
+        (batch, query_tokens, lanes), heads as in ``lane_tiles``.
     """
-    from .block_sparse import from_lane_tiles, padded_head_dim
+    from .block_sparse import joined, output_lanes, padded_head_dim
 
     batch, query_tokens, _ = query.shape
     width = padded_head_dim(head_dim)
@@ -141,8 +142,8 @@ def attend_dense(query, key, value, flags, *, heads, head_dim, scale, softmax, i
     inputs = Inputs(
         *(x for pair in zip(arrays, unused, strict=True) for x in pair), bounds=jnp.zeros((1, 8, LANES), jnp.int32)
     )
-    output = call(shape, tables, inputs, heads * lanes, interpret)
-    return from_lane_tiles(output.reshape(batch, -1, heads * lanes)[:, :query_tokens], heads, head_dim)
+    output = call(shape, tables, inputs, output_lanes(heads, head_dim), interpret)
+    return joined(output.reshape(batch, query_units * _UNIT, -1)[:, :query_tokens], head_dim)
 
 
 def _padded(x, rows: int):
