@@ -159,7 +159,7 @@ def _own_case(chip, name, what, point, *, kind="both", rounded=False, **static):
     return Case(name, what, (program,), exact=not rounded, variants=variants, dense="own_dense", plan=plan)
 
 
-def naive_attention(query, key, value, kinds, *, heads: int, plan: Plan, blocks: Blocks):
+def naive_attention(query, key, value, kinds, *, heads: int, plan: Plan, blocks: Blocks, interpret: bool = False):
     """Our kernel with the mask computed on every granule that is visited, as if there were no other bodies."""
     head_dim = query.shape[-1] // heads
     table = work_table(plan, blocks)
@@ -169,7 +169,7 @@ def naive_attention(query, key, value, kinds, *, heads: int, plan: Plan, blocks:
     codes = np.asarray([encode(item) for item in masked], np.int32)
     table = replace(table, items=codes, left_edges=(), right_edges=())
     output = block_sparse.attend_video(
-        query, key, value, None, kinds, table, heads, head_dim, head_dim**-0.5, softmax="auto", interpret=False
+        query, key, value, None, kinds, table, heads, head_dim, head_dim**-0.5, softmax="auto", interpret=interpret
     )
     return output.reshape(query.shape)
 

@@ -154,6 +154,18 @@ class TestLadder:
         text = ladder.table(result)
         assert "PREDICTED" in text and "not available: NotImplementedError" in text
 
+    @pytest.mark.slow
+    def test_the_naive_case_computes_the_same_thing(self):
+        grid, heads = TokenGrid(3, 8, 32), 2
+        plan, blocks = cases.plan_of(grid, 150), Blocks(16, 2, (2, 1), 1)
+        tensors = on_tpu.random_inputs([jax.ShapeDtypeStruct((1, grid.tokens, heads * 128), jnp.float32)] * 3)
+        kinds = cases.kinds_of(heads, "both")
+        arrays = [tensor.numpy() for tensor in tensors]
+        got = cases.naive_attention(*arrays, kinds, heads=heads, plan=plan, blocks=blocks, interpret=True)
+        split = [x.reshape(1, grid.tokens, heads, 128) for x in tensors]
+        want = reference_attention(*split, torch.from_numpy(kinds), plan=plan)
+        assert_close("naive output", np.asarray(got).reshape(want.shape), want, 1e-5)
+
     def test_unknown_case(self):
         with pytest.raises(ValueError, match=r"nonsense.*expected some of"):
             ladder.run("v6e", ["nonsense"])
