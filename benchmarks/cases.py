@@ -114,7 +114,7 @@ def _splash_case():
 
 def _google_described_case():
     tokens, head_dim = LADDER.grid.tokens, LADDER.head_dim
-    half_width = knob_half_width(tokens, KNOBS["google"])
+    half_width = knob_half_width(LADDER.grid, KNOBS["google"])
     tiles = google_described.rounded_tiles(tokens, half_width, LADDER.grid.tokens_per_frame)
     sides = (google_described.QUERY_TILE, google_described.KEY_TILE)
     query, key = (_bf16(LADDER_HEADS, math.ceil(tokens / side) * side, head_dim) for side in sides)
@@ -149,7 +149,7 @@ def _own_program(shape, heads, kind, half_width, blocks, **static):
 
 
 def _own_case(chip, name, what, point, *, kind="both", rounded=False, **static):
-    half_width = knob_half_width(LADDER.grid.video_tokens, KNOBS[point])
+    half_width = knob_half_width(LADDER.grid, KNOBS[point])
     blocks = blocks_for(LADDER.grid, LADDER.head_dim, chip)
     if rounded:
         blocks = replace(blocks, rounded=True, edge_granules=0)
@@ -175,7 +175,7 @@ def naive_attention(query, key, value, kinds, *, heads: int, plan: Plan, blocks:
 
 
 def _naive_case(chip):
-    half_width = knob_half_width(LADDER.grid.video_tokens, KNOBS["svg30"])
+    half_width = knob_half_width(LADDER.grid, KNOBS["svg30"])
     blocks = blocks_for(LADDER.grid, LADDER.head_dim, chip)
     own = _own_program(LADDER, LADDER_HEADS, "both", half_width, blocks)
     program = Program(naive_attention, own.arguments, own.static)
@@ -185,7 +185,7 @@ def _naive_case(chip):
 
 def _cogvideox_case(chip, name, what, kind):
     shape = SHAPES["cogvideox1.5-768p-81f"]
-    half_width = knob_half_width(shape.grid.video_tokens, KNOBS["svg30"])
+    half_width = knob_half_width(shape.grid, KNOBS["svg30"])
     blocks = blocks_for(shape.grid, shape.head_dim, chip)
     program = _own_program(shape, shape.heads, kind, half_width, blocks)
     plan = program.static["plan"]
@@ -222,7 +222,7 @@ def own_probe(query, key, value, *, heads: int, **static):
 def _profiling_case():
     tokens = LADDER.grid.tokens
     array = _bf16(1, tokens, LADDER_HEADS * LADDER.head_dim)
-    plan = plan_of(LADDER.grid, knob_half_width(tokens, KNOBS["svg30"]))
+    plan = plan_of(LADDER.grid, knob_half_width(LADDER.grid, KNOBS["svg30"]))
     rows = tuple(int(row) for row in np.linspace(0, tokens - 1, PROBE_ROWS).astype(int))
     static = {"plan": plan, "rows": rows, "heads": LADDER_HEADS}
     program = Program(own_probe, (array, array, array), static)

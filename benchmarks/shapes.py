@@ -50,6 +50,11 @@ LADDER = SHAPES["wan-14b-720p-81f"]
 LADDER_HEADS = 10
 
 
-def knob_half_width(tokens: int, knob: float) -> int:
-    """Sparse VideoGen's density knob as a band half width: ``tokens * (1 - sqrt(1 - knob))``, rounded up to 128."""
-    return -(-int(tokens * (1 - (1 - knob) ** 0.5)) // 128) * 128
+def knob_half_width(grid: TokenGrid, knob: float) -> int:
+    """Sparse VideoGen's density knob as a band half width, rounded up to 128.
+
+    ``tokens * (1 - sqrt(1 - s))`` with ``s = knob - 2 * text tokens / tokens`` (arXiv 2502.01776, and its code).
+    """
+    tokens = grid.video_tokens
+    kept = knob - 2 * grid.text_tokens / tokens
+    return -(-int(tokens * (1 - (1 - kept) ** 0.5)) // 128) * 128

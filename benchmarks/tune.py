@@ -95,7 +95,7 @@ def rough_cycles(plan: Plan, blocks: Blocks) -> float:
 def measure(ruler: Ruler, grid: TokenGrid, heads: int, head_dim: int, blocks: Blocks) -> Result:
     """Compiles one candidate; half the heads spatial and half temporal."""
     array = jax.ShapeDtypeStruct((1, grid.tokens, heads * head_dim), jax.numpy.bfloat16)
-    plan = plan_of(grid, knob_half_width(grid.video_tokens, KNOBS["svg30"]))
+    plan = plan_of(grid, knob_half_width(grid, KNOBS["svg30"]))
     static = {"plan": plan, "heads": heads, "blocks": blocks}
     both, dense = (
         ruler.predict(Program(own_attention, (array, array, array, kinds_of(heads, kind)), static)).milliseconds
@@ -122,7 +122,7 @@ def check_numerics(grid: TokenGrid, head_dim: int, blocks: Blocks) -> float:
 
 def tune(chip: str, grid: TokenGrid, heads: int, head_dim: int, compiles: int) -> list[Result]:
     """The best candidates, quickest first."""
-    plan = plan_of(grid, knob_half_width(grid.video_tokens, KNOBS["svg30"]))
+    plan = plan_of(grid, knob_half_width(grid, KNOBS["svg30"]))
     chosen, sizes = [tuning.rule(grid, chip)], set()
     for blocks in sorted(candidates(grid, chip), key=lambda blocks: rough_cycles(plan, blocks)):
         # the rough cost hardly tells variants of one query block apart: one of each is compiled

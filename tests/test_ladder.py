@@ -50,8 +50,11 @@ class TestShapes:
         assert SHAPES[name].grid.video_tokens == tokens
 
     def test_knobs(self):
-        assert knob_half_width(75_600, 0.30) == 12_416
-        assert knob_half_width(75_600, 0.35) == 14_720
+        grid = SHAPES["wan-14b-720p-81f"].grid
+        assert knob_half_width(grid, 0.30) == 12_416
+        assert knob_half_width(grid, 0.35) == 14_720
+        joint = SHAPES["cogvideox1.5-768p-81f"].grid
+        assert knob_half_width(joint, 0.30) < knob_half_width(replace(joint, text_tokens=0), 0.30)
 
 
 class TestGoogleDescribed:
@@ -201,14 +204,14 @@ class TestTune:
         found = tune.candidates(grid, "v6e")
         assert tuning.rule(grid, "v6e") in found
         assert len(found) == len(set(found)) > 10
-        plan = cases.plan_of(grid, knob_half_width(grid.video_tokens, 0.3))
+        plan = cases.plan_of(grid, knob_half_width(grid, 0.3))
         costs = [tune.rough_cycles(plan, blocks) for blocks in found[:5]]
         assert min(costs) > 0
 
     def test_a_wider_band_costs_more(self):
         grid = SHAPES["wan-14b-480p-81f"].grid
         narrow, wide = (
-            tune.rough_cycles(cases.plan_of(grid, knob_half_width(grid.video_tokens, knob)), tuning.rule(grid))
+            tune.rough_cycles(cases.plan_of(grid, knob_half_width(grid, knob)), tuning.rule(grid))
             for knob in (0.2, 0.4)
         )
         assert narrow < wide
