@@ -7,6 +7,7 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ..pattern import Plan
 from ..worktable import Blocks, Layout, WorkTable, block_bounds, has_spatial_sink, sink_prefix, work_table
@@ -141,6 +142,15 @@ def in_layout(x, layout: Layout, with_text: bool):
     grid = layout.grid
     x = lane_tiles(x)
     batch, _, lanes = x.shape
+    if layout.frame_rows == grid.tokens_per_frame and with_text and grid.text_tokens:
+        # one pass: the text's rows are dropped or kept and the end is padded in the same operation
+        text = x[:, : grid.video_start]
+        x = lax.pad(
+            x,
+            jnp.zeros((), x.dtype),
+            ((0, 0, 0), (-grid.video_start, layout.rows - x.shape[1] + grid.video_start, 0), (0, 0, 0)),
+        )
+        return x.at[:, grid.video_tokens : grid.video_tokens + text.shape[1]].set(text) if grid.text_first else x
     video = x[:, grid.video_start : grid.video_start + grid.video_tokens]
     if layout.frame_rows != grid.tokens_per_frame:
         video = video.reshape(batch, layout.frames, grid.tokens_per_frame, lanes)

@@ -20,6 +20,7 @@ DEFAULT_CHIP = "v6e"
 
 # a granule that is too small feeds the matrix unit badly, one that is too large cuts the band coarsely
 _GRANULE_ROWS = 384
+_LEAST_GRANULE_ROWS = 160
 # what a query block costs beside its pairs, as rows: read off the v6e schedules of 2016 and 3024 rows
 _ROWS_PER_BLOCK = 110
 # the matrix unit takes keys in tiles of this many rows
@@ -106,7 +107,7 @@ def rule(grid: TokenGrid, chip: str = DEFAULT_CHIP) -> Blocks:
     query = _query_granules(granules, rows, limits)
     full = min(_full_granules(rows, limits), granules)
     edge = max(1, limits.edge // rows) if granules > 3 * query else 0
-    return Blocks(unit, query, tuple(sorted({full, max(1, full // 2), 1}, reverse=True)), edge)
+    return Blocks(unit, query, tuple(sorted({full, max(1, full // 2), max(1, full // 4), 1}, reverse=True)), edge)
 
 
 @functools.lru_cache(maxsize=256)
@@ -138,9 +139,9 @@ def _full_granules(rows: int, limits: _Limits) -> int:
 def _unit(grid: TokenGrid, granule_rows: int = _GRANULE_ROWS) -> int:
     """Rows of a frame per granule: enough for a granule of good size, without much padding of the frame."""
     places = grid.tokens_per_frame
-    best = 16
-    for unit in range(16, max(16, granule_rows // grid.frames) + 1, 16):
-        padded = -(-places // unit) * unit
-        if padded <= 1.02 * places or padded <= -(-places // 16) * 16:
-            best = unit
+    least = math.ceil(places / 16) * 16
+    units = range(16, max(16, granule_rows // grid.frames) + 1, 16)
+    best = max(unit for unit in units if least % unit == 0)
+    if best * grid.frames < _LEAST_GRANULE_ROWS:
+        best = max(unit for unit in units if math.ceil(places / unit) * unit <= max(least, 1.02 * places))
     return best
