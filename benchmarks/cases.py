@@ -24,8 +24,9 @@ from torch_svg.kernels.tuning import blocks_for
 from torch_svg.pattern import DENSE, SPATIAL, TEMPORAL, Pattern, Plan, pair_density
 from torch_svg.worktable import PARTIAL, TAIL, Blocks, decode, encode, tile_density, work_table
 
-# quickest of the block sizes tried with the ruler on v6e: (query, key, keys per step)
-SPLASH_BLOCKS = (2368, 2048, 1024)
+# (query, key, keys per step); on v6e the quickest of those tried with the ruler, elsewhere what fits in VMEM
+SPLASH_BLOCKS = {"v6e": (2368, 2048, 1024)}
+SMALL_SPLASH_BLOCKS = (1024, 1024, 512)
 PROBE_ROWS = 64
 KNOBS = {"svg30": 0.30, "google": 0.35}
 
@@ -91,8 +92,8 @@ def _bf16(*shape):
 
 
 @functools.cache
-def _splash_kernel(heads, query_tokens, key_tokens):
-    query, key, step = SPLASH_BLOCKS
+def _splash_kernel(heads, query_tokens, key_tokens, blocks):
+    query, key, step = blocks
     mask = splash_mask.MultiHeadMask([splash_mask.FullMask((query_tokens, key_tokens))] * heads)
     sizes = splash.BlockSizes(block_q=query, block_kv=key, block_kv_compute=step)
     # the mask's tables must be arrays, also when the first call is traced
@@ -100,15 +101,16 @@ def _splash_kernel(heads, query_tokens, key_tokens):
         return splash.make_splash_mha_single_device(mask=mask, block_sizes=sizes)
 
 
-def splash_dense(query, key, value):
+def splash_dense(query, key, value, *, blocks: tuple[int, int, int]):
     """Stock Splash attention without a mask; (heads, padded tokens, head_dim), query scaled already."""
-    return _splash_kernel(query.shape[0], query.shape[1], key.shape[1])(query, key, value)
+    return _splash_kernel(query.shape[0], query.shape[1], key.shape[1], blocks)(query, key, value)
 
 
-def _splash_case():
+def _splash_case(chip):
     tokens, head_dim = LADDER.grid.tokens, LADDER.head_dim
-    query, key = (_bf16(LADDER_HEADS, math.ceil(tokens / block) * block, head_dim) for block in SPLASH_BLOCKS[:2])
-    program = Program(splash_dense, (query, key, key))
+    blocks = SPLASH_BLOCKS.get(chip, SMALL_SPLASH_BLOCKS)
+    query, key = (_bf16(LADDER_HEADS, math.ceil(tokens / block) * block, head_dim) for block in blocks[:2])
+    program = Program(splash_dense, (query, key, key), {"blocks": blocks})
     return Case("splash_dense", "stock JAX Splash, dense", (program,), published_ms=78.70)
 
 
@@ -234,7 +236,7 @@ def _profiling_case():
 def ladder(chip: str) -> list[Case]:
     """All cases in the order in which they are read, with the block sizes of a chip."""
     return [
-        _splash_case(),
+        _splash_case(chip),
         _google_described_case(),
         _own_case(chip, "own_dense", "our kernel, every head dense (warm-up steps)", "svg30", kind="dense"),
         _naive_case(chip),
