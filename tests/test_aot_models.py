@@ -1,4 +1,4 @@
-"""Whole transformers of released sizes, one layer, traced through torch_xla and compiled for a TPU that is not there."""
+"""Whole transformers of released sizes, one layer, traced through torch_xla and compiled for an absent TPU."""
 
 import diffusers
 import pytest
@@ -61,4 +61,5 @@ def test_a_released_size_compiles_without_a_tokens_by_tokens_array(chip, heads, 
     size, shape, name = compiled.largest_array()
     assert size <= largest_mib * 2**20 < tokens**2, (size, shape, name)
     assert compiled.memory.total < compiled.chip.hbm_bytes
-    print(f"{chip}: HBM {compiled.memory.total / 2**30:.2f} GiB, largest array {shape}, {compiled.compile_seconds:.0f} s")
+    gib = compiled.memory.total / 2**30
+    print(f"{chip}: HBM {gib:.2f} GiB, largest array {shape}, {compiled.compile_seconds:.0f} s")

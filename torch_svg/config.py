@@ -125,8 +125,8 @@ class SparseVideoConfig:
             density = preset.density
             if video_tokens < self.min_tokens:
                 reason = (
-                    f"{video_tokens:,} video tokens are below {self.min_tokens:,}, where sparse attention does not pay; "
-                    "give a density to use it anyway"
+                    f"{video_tokens:,} video tokens are below {self.min_tokens:,}, where sparse attention does not "
+                    "pay; give a density to use it anyway"
                 )
         return ResolvedConfig(
             density=float(density),
