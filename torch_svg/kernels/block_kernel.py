@@ -309,7 +309,7 @@ class _QueryBlock:
 
         def copy_all(in_frames):
             # the commonest size with as few instructions as can be
-            most = shape.full_granules[0]
+            most = min(shape.full_granules[0], shape.item_granules)
 
             @pl.when(granules == most)
             def _():

@@ -13,7 +13,7 @@ from ..pattern import Plan
 from ..worktable import Blocks, Layout, WorkTable, block_bounds, has_spatial_sink, sink_prefix, work_table
 from .block_kernel import LANES, Inputs, KernelShape, Tables, call
 from .dense import attend_dense
-from .tuning import blocks_for
+from .tuning import blocks_for, online_blocks_for
 
 SOFTMAX = ("auto", "online")
 
@@ -58,7 +58,9 @@ def block_sparse_attention(
     grid.check_tokens(tokens)
     check_arrays(query, key, value, softmax)
     scale = head_dim**-0.5 if scale is None else scale
-    table = work_table(plan, blocks or blocks_for(plan.grid, head_dim))
+    if blocks is None:
+        blocks = online_blocks_for(grid) if softmax == "online" else blocks_for(grid, head_dim)
+    table = work_table(plan, blocks)
     layout = table.layout
     kinds = jnp.clip(kinds.astype(jnp.int32), 0, len(plan.patterns) - 1)
     flagged = bool(grid.text_tokens) or layout.frame_rows != grid.tokens_per_frame

@@ -14,7 +14,8 @@ _UNIT = 16
 # rows of a granule of keys, and of a query block
 _KEY_ROWS = 384
 _QUERY_ROWS = 2048
-_FULL_GRANULES = (6, 3, 1)
+# rows of keys of the largest body
+_FULL_ROWS = 2048
 
 
 def dense_attention(query, key, value, key_lengths=None, *, scale=None, softmax="auto", interpret=False):
@@ -91,7 +92,8 @@ def attend_dense(query, key, value, flags, *, heads, head_dim, scale, softmax, i
     starts = [min(start, query_units - block_units) for start in range(0, query_units, block_units)]
     items, left = [], key_rows // _UNIT // granule_units
     # a copy of more granules than there are cannot even be traced
-    full_granules = tuple(size for size in _FULL_GRANULES if size <= left)
+    most = min(left, max(1, _FULL_ROWS // (granule_units * _UNIT)))
+    full_granules = tuple(sorted({most, max(1, most // 2), 1}, reverse=True))
     start = 0
     for body, size in enumerate(full_granules, FIRST_FULL):
         while left >= size:

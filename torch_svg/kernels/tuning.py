@@ -21,8 +21,6 @@ DEFAULT_CHIP = "v6e"
 # a granule that is too small feeds the matrix unit badly, one that is too large cuts the band coarsely
 _GRANULE_ROWS = 384
 _LEAST_GRANULE_ROWS = 160
-# what a query block costs beside its pairs, as rows: read off the v6e schedules of 2016 and 3024 rows
-_ROWS_PER_BLOCK = 110
 # the matrix unit takes keys in tiles of this many rows
 _KEY_TILE = 256
 
@@ -38,10 +36,14 @@ class _Limits:
     query: int
     full: int
     edge: int
+    # what a query block costs beside its pairs, as rows: read off v6e schedules of 2016 and 3024 rows
+    per_block: int = 110
 
 
 _LIMITS = {"v6e": _Limits(3100, 2100, 1700), "v4": _Limits(700, 700, 400)}
 _SMALL_UNIT_LIMITS = _Limits(1100, 1100, 700)
+# an online softmax needs half as much code again
+_ONLINE_LIMITS = {"v6e": _Limits(2100, 2100, 1400, 300)}
 
 
 def blocks_for(grid: TokenGrid, head_dim: int = 128, chip: str | None = None) -> Blocks:
@@ -98,9 +100,17 @@ def _fitted(sizes: tuple, frames: int, grid: TokenGrid) -> Blocks:
     )
 
 
-def rule(grid: TokenGrid, chip: str = DEFAULT_CHIP) -> Blocks:
+def online_blocks_for(grid: TokenGrid, chip: str | None = None) -> Blocks:
+    """Block sizes for a kernel with an online softmax throughout."""
+    return rule(grid, chip or chip_here(), online=True)
+
+
+@functools.lru_cache(maxsize=256)
+def rule(grid: TokenGrid, chip: str = DEFAULT_CHIP, online: bool = False) -> Blocks:
     """Block sizes where nothing was tuned."""
     limits = _LIMITS.get(chip, _SMALL_UNIT_LIMITS)
+    if online:
+        limits = _ONLINE_LIMITS.get(chip, limits)
     unit = _unit(grid)
     granules = math.ceil(grid.tokens_per_frame / unit)
     rows = unit * grid.frames
@@ -120,7 +130,7 @@ def _query_granules(granules: int, rows: int, limits: _Limits) -> int:
     """Granules of a query block: large, and few rows computed twice by a last block that is moved back."""
 
     def cost(size):
-        return math.ceil(granules / size) * size * (1 + _ROWS_PER_BLOCK / (size * rows))
+        return math.ceil(granules / size) * size * (1 + limits.per_block / (size * rows))
 
     return min(range(1, min(granules, max(1, limits.query // rows)) + 1), key=cost)
 
@@ -131,7 +141,7 @@ def _full_granules(rows: int, limits: _Limits) -> int:
     def cost(size):
         # the scores' product pays by rows and the values' by tiles; a body has some latency of its own
         tiles = math.ceil(size * rows / _KEY_TILE) * _KEY_TILE
-        return (2 * size * rows + tiles + 3 * _ROWS_PER_BLOCK) / (size * rows)
+        return (2 * size * rows + tiles + 3 * limits.per_block) / (size * rows)
 
     return min(range(1, max(1, limits.full // rows) + 1), key=cost)
 
