@@ -20,7 +20,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from benchmarks import google_described
 from benchmarks.shapes import LADDER, LADDER_HEADS, SHAPES, knob_half_width
 from torch_svg.kernels import block_sparse, profiling
-from torch_svg.kernels.tuning import blocks_for
+from torch_svg.kernels.tuning import blocks_for, online_blocks_for
 from torch_svg.pattern import DENSE, SPATIAL, TEMPORAL, Pattern, Plan, pair_density
 from torch_svg.worktable import PARTIAL, TAIL, Blocks, decode, encode, tile_density, work_table
 
@@ -153,6 +153,8 @@ def _own_program(shape, heads, kind, half_width, blocks, **static):
 def _own_case(chip, name, what, point, *, kind="both", rounded=False, **static):
     half_width = knob_half_width(LADDER.grid, KNOBS[point])
     blocks = blocks_for(LADDER.grid, LADDER.head_dim, chip)
+    if static.get("softmax") == "online":
+        blocks = online_blocks_for(LADDER.grid, chip)
     if rounded:
         blocks = replace(blocks, rounded=True, edge_granules=0)
     program = _own_program(LADDER, LADDER_HEADS, kind, half_width, blocks, **static)

@@ -167,6 +167,8 @@ def markdown(result: dict) -> str:
         notes += [f"{name} {ms:.2f} more" for name, ms in row["extra_ms"].items()]
         if row.get("vs_google_described"):
             notes.append(f"{row['vs_google_described']:.2f} x google_described")
+        if row["code_overlays"] > 1:
+            notes.append(f"code in {row['code_overlays']} overlays")
         exact = "yes" if row["exact"] else "no"
         cells = [f"`{row['case']}`", f"{row['ms']:.2f}", *gains, pairs, exact, f"{row['around_kernel_ms']:.2f}"]
         lines.append(f"| {' | '.join(cells)} | {'; '.join(notes)} |")
