@@ -187,9 +187,30 @@ CASES = {
 }
 
 
+# compiling for XLA:CPU takes seconds a case: by default the families with joint text stand for the others there
+ON_XLA_BY_DEFAULT = ("hunyuan_video", "cogvideox15")
+
+
+@pytest.fixture(
+    params=[
+        pytest.param((name, device), id=f"{name}-{device}", marks=() if quick else pytest.mark.slow)
+        for name in CASES
+        for device in ("cpu", "xla")
+        for quick in [device == "cpu" or name in ON_XLA_BY_DEFAULT]
+    ]
+)
+def case_and_device(request):
+    name, device = request.param
+    return *make_case(name), device
+
+
 @pytest.fixture(params=CASES)
 def case(request):
-    build, inputs, grid = CASES[request.param]
+    return make_case(request.param)
+
+
+def make_case(name):
+    build, inputs, grid = CASES[name]
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = build().eval()
@@ -219,9 +240,8 @@ def put_on(transformer, config=None):
     return processor
 
 
-@pytest.mark.parametrize("device", ["cpu", "xla"])
-def test_density_one_equals_the_default_processor(case, device):
-    make, inputs, grid = case
+def test_density_one_equals_the_default_processor(case_and_device):
+    make, inputs, grid, device = case_and_device
     expected = run(make(), inputs)
     transformer = make()
     processor = put_on(transformer, SPARSE.replace(density=1.0))
@@ -229,18 +249,16 @@ def test_density_one_equals_the_default_processor(case, device):
     assert processor.report().grid == grid
 
 
-@pytest.mark.parametrize("device", ["cpu", "xla"])
-def test_the_default_config_stays_dense_here_and_equals_the_default_processor(case, device):
-    make, inputs, _ = case
+def test_the_default_config_stays_dense_here_and_equals_the_default_processor(case_and_device):
+    make, inputs, _, device = case_and_device
     expected = run(make(), inputs)
     transformer = make()
     put_on(transformer)
     assert_close("output", run(transformer, inputs, device), expected, 1e-5)
 
 
-@pytest.mark.parametrize("device", ["cpu", "xla"])
-def test_sparse_equals_the_familys_mask_through_the_default_processor(case, device, monkeypatch):
-    make, inputs, _ = case
+def test_sparse_equals_the_familys_mask_through_the_default_processor(case_and_device, monkeypatch):
+    make, inputs, _, device = case_and_device
     transformer = make()
     processor = put_on(transformer, SPARSE)
     sparse = run(transformer, inputs, device)
