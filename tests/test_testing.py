@@ -61,3 +61,17 @@ def test_word_tokenizer_ends_and_pads_like_t5():
     out = tokenizer(["Red ball", "ball zebra", ""], padding="max_length", max_length=5, truncation=True)
     assert out.input_ids == [[3, 4, 1, 0, 0], [4, 2, 1, 0, 0], [1, 0, 0, 0, 0]]
     assert out.attention_mask == [[1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]]
+
+
+def test_missing_weights_are_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(testing, "files", lambda package: tmp_path)
+    with pytest.raises(FileNotFoundError, match="train_tiny_wan"):
+        testing.tiny_wan_pipeline()
+
+
+def test_trained_pipeline_loads_plain():
+    pipe = diffusers.WanPipeline.from_pretrained(testing.tiny_wan_folder())
+    assert type(pipe.transformer) is diffusers.WanTransformer3DModel
+    assert type(pipe.vae) is diffusers.AutoencoderKLWan
+    size = sum(file.stat().st_size for file in testing.tiny_wan_folder().rglob("*") if file.is_file())
+    assert size < 20e6, f"the folder holds {size / 1e6:.1f} MB"

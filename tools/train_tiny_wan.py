@@ -30,7 +30,12 @@ from tools.tiny_vae import VAE_CONFIG, VAE_PHASES, reconstruction_psnr, train_va
 from torch_svg.testing import word_tokenizer  # noqa: E402
 
 CLIPS = {64: 800, 128: 120}
-PHASES = (Phase(size=64, steps=900, batch=6, shift=1.5), Phase(size=128, steps=390, batch=2, shift=3.0))
+PHASES = (
+    Phase(size=64, steps=900, batch=6, shift=1.5),
+    Phase(size=128, steps=390, batch=2, shift=3.0),
+    Phase(size=64, steps=700, batch=6, shift=2.0),
+    Phase(size=128, steps=700, batch=2, shift=4.0),
+)
 HELD_OUT_SEEDS = range(9_000_000, 9_000_004)
 
 
