@@ -179,7 +179,7 @@ def test_dense_with_lengths_of_its_own(queries, keys, head_dim, lengths):
 
 
 def test_rounded_tables_run_and_differ_little():
-    plan = sparse_plan(TokenGrid(3, 16, 16), 0.6)
+    plan = sparse_plan(TokenGrid(3, 8, 16), 0.6)
     inputs = arrays(plan.grid, 1, 2, 64)
     kinds = jnp.asarray([[SPATIAL, TEMPORAL]], jnp.int32)
     exact, rounded = (
@@ -188,7 +188,7 @@ def test_rounded_tables_run_and_differ_little():
             *map(jnp.asarray, inputs),
             kinds,
             plan=plan,
-            blocks=Blocks(16, 4, (2, 1), 0, rounded),
+            blocks=Blocks(16, 2, (1,), 0, rounded),
             interpret=True,
         )
         for rounded in (False, True)
