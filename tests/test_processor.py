@@ -235,24 +235,23 @@ def test_default_config_is_sparse_where_it_pays(make_transformer):
 
 
 def test_an_unserved_transformer_is_named_and_keeps_its_processors():
-    from diffusers import LTXVideoTransformer3DModel
+    from diffusers import HeliosTransformer3DModel
 
-    transformer = LTXVideoTransformer3DModel(
-        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=8, cross_attention_dim=16,
-        num_layers=1, caption_channels=16,
+    transformer = HeliosTransformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16,
+        freq_dim=32, ffn_dim=32, num_layers=1, rope_dim=(4, 4, 4),
     ).eval()
     arguments = {
-        "hidden_states": torch.randn(1, 12, 4), "encoder_hidden_states": torch.randn(1, 5, 16),
-        "timestep": torch.tensor([500]), "encoder_attention_mask": torch.ones(1, 5), "num_frames": 3, "height": 2,
-        "width": 2,
+        "hidden_states": torch.randn(1, 4, 3, 16, 16), "timestep": torch.tensor([500]),
+        "encoder_hidden_states": torch.randn(1, 10, 16),
     }
     with torch.no_grad():
         expected = transformer(**arguments, return_dict=False)[0]
         transformer.set_attn_processor(SparseVideoAttnProcessor(SPARSE))
-        with pytest.raises(NotImplementedError, match=r"LTXVideoTransformer3DModel.*served"):
+        with pytest.raises(NotImplementedError, match=r"HeliosTransformer3DModel.*served"):
             transformer(**arguments, return_dict=False)
         assert torch.equal(transformer(**arguments, return_dict=False)[0], expected)
-        with pytest.raises(NotImplementedError, match="LTXVideoTransformer3DModel"):
+        with pytest.raises(NotImplementedError, match="HeliosTransformer3DModel"):
             torch_svg.enable(transformer)
 
 
