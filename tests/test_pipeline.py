@@ -233,6 +233,20 @@ def test_the_interpreted_pallas_kernel_equals_the_xla_implementation_in_a_pipeli
     assert_close("latents", latents["pallas_interpret"], latents["xla"], 1e-4)
 
 
+def test_tile_density_is_that_of_the_tables_that_ran(xla_device):
+    from torch_svg.kernels.tuning import small_blocks_for
+    from torch_svg.worktable import tile_density
+
+    pipe = quiet(random_tiny_wan_pipeline(layers=1))
+    pipe.to(xla_device)
+    processor = torch_svg.enable(pipe, SPARSE.replace(warmup_steps=0))
+    generate(pipe, steps=1)
+    report, plan = processor.report(), processor.record.plan
+    counts = list(report.head_kinds.values())
+    tiles = [tile_density(plan, small_blocks_for(plan.grid), kind) for kind in range(3)]
+    assert report.tile_density == pytest.approx(np.dot(counts, tiles) / sum(counts))
+
+
 def test_prompt_to_frames_on_the_xla_device(xla_device):
     pipe = quiet(random_tiny_wan_pipeline(layers=1))
     expected = pipe("a red ball", **SIZE, num_inference_steps=2, generator=torch.Generator().manual_seed(0)).frames

@@ -14,7 +14,7 @@ from .callsite import running_forward
 from .config import SparseVideoConfig
 from .families import family_of
 from .grid import TokenGrid
-from .kernels.tuning import blocks_for
+from .kernels.tuning import blocks_for, small_blocks_for
 from .pattern import pair_density
 from .report import RunRecord, RunReport
 from .routing import choose_kinds, sample_rows
@@ -93,7 +93,8 @@ class SparseVideoAttnProcessor:
         if self.record.implementation == "reference":
             # no tiles there: a query row meets its own keys and no others
             return self.record.report(densities, densities)
-        blocks = blocks_for(plan.grid)
+        small = self.record.implementation == "xla"
+        blocks = small_blocks_for(plan.grid) if small else blocks_for(plan.grid, self.record.head_dim)
         return self.record.report(densities, [tile_density(plan, blocks, kind) for kind in range(len(plan.patterns))])
 
     def reset(self) -> None:
@@ -209,7 +210,7 @@ class SparseVideoAttnProcessor:
         kinds = choose_kinds(errors, plan)
         # dense steps and layers are data, so that one compiled graph serves the whole generation
         kinds = torch.where(state.dense_flags[layer.video_index], torch.full_like(kinds, DENSE_KIND), kinds)
-        self.record.implementation = implementation
+        self.record.implementation, self.record.head_dim = implementation, query.shape[-1]
         self.record.layer(layer.video_index, kinds, errors)
         return attention.sparse_video_attention(
             query, key, value, kinds, text_lengths, plan=plan, scale=scale, implementation=implementation

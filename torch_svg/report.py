@@ -118,6 +118,7 @@ class RunRecord:
         self.dense_steps: set[int] = set()
         self.dense_layers: set[int] = set()
         self.implementation: str | None = None
+        self.head_dim: int = 128
         self.plan = None
 
     def start_forward(self, step: int) -> None:
