@@ -14,6 +14,7 @@ from torch_svg.grid import TokenGrid
 from torch_svg.kernels.block_sparse import block_sparse_attention
 from torch_svg.kernels.dense import dense_attention
 from torch_svg.kernels.reference import reference_attention, reference_dense
+from torch_svg.kernels.tuning import blocks_for
 from torch_svg.pattern import DENSE, SPATIAL, TEMPORAL, Pattern, Plan, sparse_plan
 from torch_svg.worktable import Blocks, work_table
 
@@ -216,11 +217,10 @@ def knob_plan(grid, knob=0.30):
     return Plan(grid, (*sparse, Pattern("spatial", None, "none")))
 
 
-def flat_attention(query, key, value, kinds, *, heads, plan):
+def flat_attention(query, key, value, kinds, *, heads, plan, blocks):
     shape = (*query.shape[:2], heads, -1)
-    return block_sparse_attention(*(x.reshape(shape) for x in (query, key, value)), kinds, plan=plan).reshape(
-        query.shape
-    )
+    inputs = (x.reshape(shape) for x in (query, key, value))
+    return block_sparse_attention(*inputs, kinds, plan=plan, blocks=blocks).reshape(query.shape)
 
 
 @pytest.mark.aot
@@ -238,9 +238,8 @@ def test_compiles_ahead_of_time(chip, grid, heads, head_dim):
         pytest.skip(aot.available())
     array = jax.ShapeDtypeStruct((1, grid.tokens, heads * head_dim), jnp.bfloat16)
     kinds = jax.ShapeDtypeStruct((1, heads), jnp.int32)
-    compiled = aot.compile_function(
-        flat_attention, array, array, array, kinds, chip=chip, schedule=True, heads=heads, plan=knob_plan(grid)
-    )
+    static = {"heads": heads, "plan": knob_plan(grid), "blocks": blocks_for(grid, head_dim, chip)}
+    compiled = aot.compile_function(flat_attention, array, array, array, kinds, chip=chip, schedule=True, **static)
     bytes_of, shape, name = compiled.largest_array()
     assert bytes_of < 16 * grid.tokens * heads * 128, f"{name} {shape}: nothing may grow with tokens x tokens"
     if not grid.text_tokens:
