@@ -11,6 +11,7 @@ import functools
 import torch
 
 from . import bridge
+from .config import IMPLEMENTATIONS
 from .kernels.reference import reference_attention, reference_dense
 from .pattern import Plan
 from .routing import probe_errors
@@ -18,7 +19,6 @@ from .routing import probe_errors
 # sampled rows that the probe kernel has lanes for; more are probed with plain operations
 MAX_KERNEL_ROWS = 128
 
-SPARSE_IMPLEMENTATIONS = ("pallas", "pallas_interpret", "xla", "reference")
 
 # plans cross the custom op boundary by name; a plan is tiny and a process sees a handful
 _PLANS: dict[str, Plan] = {}
@@ -29,7 +29,7 @@ def choose_implementation(device: torch.device, requested: str | None = None) ->
 
     Args:
         device: Where query, key and value are.
-        requested: ``None`` for the best that applies, or one of ``SPARSE_IMPLEMENTATIONS``.
+        requested: ``None`` for the best that applies, or one of ``IMPLEMENTATIONS``.
 
     Returns:
         The implementation's name.
@@ -37,8 +37,8 @@ def choose_implementation(device: torch.device, requested: str | None = None) ->
     Raises:
         ValueError: ``requested`` is unknown, or cannot run on this device.
     """
-    if requested is not None and requested not in SPARSE_IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be None or one of {SPARSE_IMPLEMENTATIONS}, got {requested!r}")
+    if requested is not None and requested not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {requested!r}")
     if device.type == "meta":
         return requested or "reference"
     if device.type != "xla":
@@ -80,7 +80,7 @@ def sparse_video_attention(
             all text tokens are valid.
         plan: Grid and patterns; static.
         scale: Factor on the scores. Default: ``head_dim ** -0.5``.
-        implementation: ``None`` or a name of ``SPARSE_IMPLEMENTATIONS``.
+        implementation: ``None`` or a name of ``IMPLEMENTATIONS``.
 
     Returns:
         (batch, tokens, heads, head_dim), the dtype of ``query``.
