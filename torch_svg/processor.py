@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import weakref
 
@@ -241,15 +242,19 @@ def _text_lengths(mask: torch.Tensor, query: torch.Tensor, grid: TokenGrid, path
 
 def _take_argument(processor, name: str, hidden_states, args, kwargs):
     """Removes one argument from a processor's call; returns the arguments without it, and its value."""
-    parameters = list(inspect.signature(type(processor).__call__).parameters)
-    # the first three are self, attn and hidden_states
-    place = parameters.index(name) - 3
+    place = _argument_place(type(processor), name)
     if place < len(args):
         value = args[place]
         args = (*args[:place], None, *args[place + 1 :])
     else:
         value = kwargs.pop(name, None)
     return args, kwargs, value
+
+
+@functools.cache
+def _argument_place(processor_class: type, name: str) -> int:
+    """Where an argument stands among a processor's arguments after self, attn and hidden_states."""
+    return list(inspect.signature(processor_class.__call__).parameters).index(name) - 3
 
 
 def _restore_defaults(transformer, processor) -> None:
