@@ -20,8 +20,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from benchmarks import google_described
 from benchmarks.shapes import LADDER, LADDER_HEADS, SHAPES, knob_half_width
 from torch_svg.kernels import block_sparse, profiling
+from torch_svg.kernels.kernel_shape import Place
 from torch_svg.kernels.tuning import blocks_for, online_blocks_for
-from torch_svg.pattern import DENSE, SPATIAL, TEMPORAL, Pattern, Plan, pair_density
+from torch_svg.pattern import DENSE, SPATIAL, TEMPORAL, Pattern, Plan, pair_density, sparse_plan
 from torch_svg.worktable import PARTIAL, TAIL, Blocks, decode, encode, tile_density, work_table
 
 # (query, key, keys per step); on v6e the quickest of those tried with the ruler, elsewhere what fits in VMEM
@@ -172,8 +173,9 @@ def naive_attention(query, key, value, kinds, *, heads: int, plan: Plan, blocks:
     masked = [item if item.spatial or item.body == TAIL else replace(item, body=PARTIAL) for item in items]
     codes = np.asarray([encode(item) for item in masked], np.int32)
     table = replace(table, items=codes, left_edges=(), right_edges=())
+    place = Place(table.layout.rows // table.layout.unit)
     output = block_sparse.attend_video(
-        query, key, value, None, kinds, table, heads, head_dim, head_dim**-0.5, softmax="auto", interpret=interpret
+        query, key, value, None, None, kinds, table, place, heads, head_dim, head_dim**-0.5, "auto", interpret
     )
     return output.reshape(query.shape)
 
@@ -187,11 +189,12 @@ def _naive_case(chip):
     return Case("naive_svg30", what, (program,), dense="own_dense")
 
 
-def _cogvideox_case(chip, name, what, kind):
+def _cogvideox_case(chip, name, what, kind, density=None):
     shape = SHAPES["cogvideox1.5-768p-81f"]
-    half_width = knob_half_width(shape.grid, KNOBS["svg30"])
     blocks = blocks_for(shape.grid, shape.head_dim, chip)
-    program = _own_program(shape, shape.heads, kind, half_width, blocks)
+    program = _own_program(shape, shape.heads, kind, knob_half_width(shape.grid, KNOBS["svg30"]), blocks)
+    if density is not None:
+        program = replace(program, static={**program.static, "plan": sparse_plan(shape.grid, density)})
     plan = program.static["plan"]
     return Case(name, what, (program,), over_splash=False, dense="cogvideox15_dense", plan=plan)
 
@@ -251,6 +254,7 @@ def ladder(chip: str) -> list[Case]:
         _layout_case(),
         _cogvideox_case(chip, "cogvideox15_dense", "CogVideoX 1.5, 48 heads of 64, our kernel dense", "dense"),
         _cogvideox_case(chip, "cogvideox15_svg30", "CogVideoX 1.5, knob 0.30 + first frame", "both"),
+        _cogvideox_case(chip, "cogvideox15_density30", "CogVideoX 1.5, density=0.30, sink counted in", "both", 0.30),
     ]
 
 

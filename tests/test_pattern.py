@@ -148,7 +148,11 @@ def executed(table, index, block):
                 else:
                     left = item.body - table.first_edge < len(table.left_edges)
                     visible = coordinate >= low if left else coordinate <= high
-                    start, stop = table.edge_columns(item.body)[number]
+                    edge = table.edge(item.body)
+                    start, stop = edge.whole[number]
+                    unmasked = (np.arange(table.query_rows) >= start) & (np.arange(table.query_rows) < stop)
+                    visible = visible | unmasked[:, None]
+                    start, stop = edge.columns[number]
                     visible = visible & (np.arange(table.query_rows) >= start)[:, None]
                     visible &= (np.arange(table.query_rows) < stop)[:, None]
                 if not sees_first_frame:
@@ -168,8 +172,6 @@ def check_table(plan, blocks):
         grid.video_start + video // layout.frame_rows * grid.tokens_per_frame + place,
         -1,
     )
-    text = layout.frames * layout.frame_rows + np.arange(grid.text_tokens)
-    padded[text] = grid.text_start + np.arange(grid.text_tokens)
     real = np.flatnonzero(padded >= 0)
     for index, pattern in enumerate(plan.patterns):
         seen_queries = set()

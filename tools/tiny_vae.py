@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from tools.checkpoints import load_checkpoint, log_line, save_checkpoint
 from tools.muon import Muon, Together, split_parameters
+from tools.real_clips import real_clip_of_seed
 from tools.tiny_scenes import CLIP_FRAMES, clip_of_seed
 
 # a patch of 2 x 2 pixels enters the first convolution, as in Wan2.2's VAE: a quarter of the work at the finest level
@@ -44,13 +45,15 @@ VAE_CONFIG = {
 
 @dataclass(frozen=True)
 class Crops:
-    """A stretch of training on crops of one size; without `encoder`, that part is settled and the decoder learns."""
+    """A stretch of training on crops of one size; without `encoder`, that part is settled and the decoder learns.
+    `real` is the share of crops from the real film."""
 
     steps: int
     batch: int
     size: int
     frames: int
     encoder: bool = True
+    real: float = 0.0
 
 
 # single pictures teach colours and edges at a tenth of the price of clips; once the encoder is settled, latents can be
@@ -60,6 +63,7 @@ VAE_PHASES = (
     Crops(steps=300, batch=8, size=32, frames=9),
     Crops(steps=310, batch=6, size=32, frames=13, encoder=False),
     Crops(steps=60, batch=2, size=64, frames=13, encoder=False),
+    Crops(steps=200, batch=3, size=64, frames=13, encoder=False, real=0.25),
 )
 KL_WEIGHT = 1e-5
 
@@ -130,11 +134,15 @@ def reconstruction_loss(output: torch.Tensor, clip: torch.Tensor) -> torch.Tenso
     return loss
 
 
-def _batch(step: int, batch: int, size: int, frames: int) -> torch.Tensor:
-    """Random crops of `batch` clips, (batch, 3, frames, size, size); the same for the same step."""
+def _batch(step: int, phase: Crops) -> torch.Tensor:
+    """Random crops of clips, (batch, 3, frames, size, size); the same for the same step."""
+    size, frames = phase.size, phase.frames
     crops = []
-    for seed in range(step * 16, step * 16 + batch):
+    for seed in range(step * 16, step * 16 + phase.batch):
         rng = np.random.default_rng(seed)
+        if rng.random() < phase.real:
+            crops.append(real_clip_of_seed(seed, size, frames)[1])
+            continue
         whole = 64 if rng.random() < 0.7 else 96
         first, top, left = rng.integers((CLIP_FRAMES - frames + 1, whole - size + 1, whole - size + 1))
         clip = clip_of_seed(seed, whole, frames=frames, first_frame=int(first))[1]
@@ -162,7 +170,7 @@ def train_vae(run: Path, phases: tuple[Crops, ...] = VAE_PHASES) -> AutoencoderK
             torch.manual_seed(step)
             if step == settled:
                 settle_encoder(vae, average, run)
-            clip = _batch(step, phase.batch, phase.size, phase.frames)
+            clip = _batch(step, phase)
             with torch.autocast("cpu", torch.bfloat16):
                 with torch.set_grad_enabled(phase.encoder):
                     mean, log_variance = encode_clip(vae, clip)

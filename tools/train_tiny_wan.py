@@ -1,4 +1,4 @@
-"""Train the small text-to-video pipeline that ships with torch_svg, from nothing but drawn clips.
+"""Train the small text-to-video pipeline that ships with torch_svg, from clips that it draws and one real film.
 
     python tools/train_tiny_wan.py
 
@@ -23,25 +23,31 @@ from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tools.real_clips import REAL_CAPTION, real_clip_of_seed  # noqa: E402
 from tools.tiny_latents import cached_latents, latent_statistics  # noqa: E402
-from tools.tiny_scenes import SCENES  # noqa: E402
+from tools.tiny_scenes import SCENES, clip_of_seed  # noqa: E402
 from tools.tiny_transformer import Phase, TextToVideo, train_transformer  # noqa: E402
 from tools.tiny_vae import VAE_CONFIG, VAE_PHASES, reconstruction_psnr, train_vae  # noqa: E402
 from torch_svg.testing import word_tokenizer  # noqa: E402
 
-CLIPS = {64: 800, 128: 120}
+# how many clips of each size are drawn, and how many are cut from the real film
+SOURCES = {"drawn": clip_of_seed, "real": real_clip_of_seed}
+CLIPS = {"drawn": {64: 4000, 128: 1000}, "real": {64: 300, 128: 75}}
 PHASES = (
     Phase(size=64, steps=900, batch=6, shift=1.5),
     Phase(size=128, steps=390, batch=2, shift=3.0),
     Phase(size=64, steps=700, batch=6, shift=2.0),
-    Phase(size=128, steps=700, batch=2, shift=4.0),
+    Phase(size=128, steps=260, batch=2, shift=4.0),
+    Phase(size=64, steps=1300, batch=6, shift=2.0),
+    Phase(size=128, steps=1300, batch=2, shift=4.0),
 )
 HELD_OUT_SEEDS = range(9_000_000, 9_000_004)
 
 
 def scene_tokenizer():
     """One token for each word that a caption can hold."""
-    return word_tokenizer(tuple(sorted({word for scene in SCENES for word in scene.caption.split()})))
+    drawn = sorted({word for scene in SCENES for word in scene.caption.split()})
+    return word_tokenizer((*drawn, *sorted(set(REAL_CAPTION.split()) - set(drawn))))
 
 
 def assemble(
@@ -114,7 +120,12 @@ def main(arguments: list[str] | None = None) -> None:
     if rank > 0:
         dist.barrier()
     vae = train_vae(options.run)
-    data = {size: cached_latents(options.run, vae, size, count) for size, count in CLIPS.items()}
+    data = {}
+    for source, counts in CLIPS.items():
+        for size, count in counts.items():
+            captions, latents = cached_latents(options.run, vae, source, SOURCES[source], size, count)
+            before = data.get(size, ([], latents[:0]))
+            data[size] = (before[0] + captions, torch.cat([before[1], latents]))
     mean, deviation = latent_statistics(options.run, data[64][1])
     if dist.is_initialized() and rank == 0:
         dist.barrier()

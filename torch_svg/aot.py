@@ -15,19 +15,21 @@ schedule cannot be had in a process that loaded it before; a process that owns a
 aborts takes only the worker with it. Start-up costs two seconds.
 
 A predicted time is the bundles executed, static delays included, divided by the clock; it holds no waiting for DMA
-and no instruction fetch. docs/performance.md compares such predictions with published measurements.
+and no instruction fetch. The memory bandwidth bounds a kernel from below too.
+docs/performance.md compares such predictions with published measurements.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -47,12 +49,14 @@ class Chip:
         topologies: Number of chips -> libtpu's name of a slice with that many.
         clock_ghz: TensorCore clock: the unit in which bundles become time. None where it is not public.
         hbm_bytes: HBM of one chip.
+        hbm_gb_per_second: Published bandwidth of the HBM, in 1e9 bytes a second.
     """
 
     name: str
     topologies: dict[int, str]
     clock_ghz: float | None
     hbm_bytes: int
+    hbm_gb_per_second: int
 
 
 _SLICES_2D = ((4, "2x2"), (8, "2x4"), (16, "4x4"), (32, "4x8"))
@@ -66,11 +70,11 @@ def _slices(name, slices):
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v6e", _slices("v6e", _SLICES_2D), 1.75, 32 * 2**30),
-        Chip("v5e", _slices("v5e", _SLICES_2D), 1.5, 16 * 2**30),
-        Chip("v5p", _slices("v5p", _SLICES_3D), 1.75, 95 * 2**30),
-        Chip("v4", _slices("v4", _SLICES_3D), 1.05, 32 * 2**30),
-        Chip("tpu7x", _slices("tpu7x", _SLICES_3D), None, 192 * 2**30),
+        Chip("v6e", _slices("v6e", _SLICES_2D), 1.75, 32 * 2**30, 1640),
+        Chip("v5e", _slices("v5e", _SLICES_2D), 1.5, 16 * 2**30, 819),
+        Chip("v5p", _slices("v5p", _SLICES_3D), 1.75, 95 * 2**30, 2765),
+        Chip("v4", _slices("v4", _SLICES_3D), 1.05, 32 * 2**30, 1228),
+        Chip("tpu7x", _slices("tpu7x", _SLICES_3D), None, 192 * 2**30, 7380),
     )
 }
 
@@ -96,15 +100,27 @@ class Memory:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A predicted time: what the schedules and XLA's own estimates add up to. Nothing in it was measured."""
+    """A predicted time: what the schedules and XLA's own estimates add up to. Nothing in it was measured.
+
+    Args:
+        chip: What it is predicted for.
+        kernels: Per kernel, what its schedule executes.
+        other_cycles: XLA's estimates for the rest.
+        least_cycles: Per kernel, what the HBM needs to read its operands and write its results once.
+    """
 
     chip: Chip
     kernels: dict[str, Walk]
     other_cycles: int
+    least_cycles: dict[str, int] = field(default_factory=dict)
 
     @property
     def cycles(self) -> int:
-        return sum(kernel.cycles for kernel in self.kernels.values()) + self.other_cycles
+        return sum(map(self.kernel_cycles, self.kernels)) + self.other_cycles
+
+    def kernel_cycles(self, name: str) -> int:
+        """Cycles of one kernel: a schedule does not show that a kernel waits for memory."""
+        return max(self.kernels[name].cycles, self.least_cycles.get(name, 0))
 
     @property
     def milliseconds(self) -> float:
@@ -172,17 +188,24 @@ class Compiled:
         """
         operations = self.operations()
         names = [op.name for op in operations if op.kind == "kernel"]
-        missing = set(names) - {schedule.name for schedule in self.schedules}
-        if missing:
+        schedules, same = {schedule.name: schedule for schedule in self.schedules}, hlo.same_kernels(self.text)
+        # the compiler compiles, and dumps, equal kernels once
+        by_first = {same.get(name, name): schedule for name, schedule in schedules.items()}
+        for name in names:
+            if name not in schedules and same.get(name) in by_first:
+                schedules[name] = by_first[same[name]]
+        if missing := set(names) - set(schedules):
             raise ValueError(f"no schedule of {sorted(missing)}: compile with schedule=True, and kernels one by one")
         walks, shapes = {}, hlo.kernel_operands(self.text)
-        for schedule in self.schedules:
-            given = scalars
-            if isinstance(scalars, dict):
-                given = scalars.get(shapes.get(schedule.name, ()), ())
-            walks[schedule.name] = walk(schedule, given, assume)
+        for name, schedule in schedules.items():
+            given = scalars.get(shapes.get(name, ()), ()) if isinstance(scalars, dict) else scalars
+            walks[name] = walk(schedule, given, assume)
         other = sum((op.cycles or 0) * op.runs for op in operations if op.kind != "kernel")
-        return Prediction(self.chip, walks, other)
+        least = {}
+        if self.chip.clock_ghz is not None:
+            per_byte = self.chip.clock_ghz / self.chip.hbm_gb_per_second
+            least = {name: math.ceil(size * per_byte) for name, size in hlo.kernel_bytes(self.text).items()}
+        return Prediction(self.chip, walks, other, least)
 
 
 def available() -> str | None:

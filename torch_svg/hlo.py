@@ -12,6 +12,7 @@ _ARRAY = re.compile(r"\b(pred|[suf]\d+|bf16|f8\w+|c64|c128)\[([\d,]*)\]")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _OPERANDS = re.compile(r"operand_layout_constraints=\{(.*?\})\}[,}]")
+_BODY = re.compile(r'"custom_call_config":\{"body":"([^"]+)"')
 _CALLED = re.compile(r"(?:calls|body|to_apply|branch_computations)=\{?((?:%[\w.\-]+(?:, )?)+)")
 
 _SHUFFLES = {
@@ -133,6 +134,31 @@ def kernel_operands(text: str) -> dict[str, tuple[str, ...]]:
         for line in lines:
             if line.opcode == "custom-call" and (match := _OPERANDS.search(line.rest)):
                 found[line.name] = tuple(f"{dtype}[{sides}]" for dtype, sides in _ARRAY.findall(match[1]))
+    return found
+
+
+def same_kernels(text: str) -> dict[str, str]:
+    """Kernel instruction -> the first kernel with the same program and shapes, itself if it is the first."""
+    computations, _ = _computations(text)
+    first, found = {}, {}
+    for lines in computations.values():
+        for line in lines:
+            if body := line.opcode == "custom-call" and _BODY.search(line.rest):
+                key = line.shape, body[1]
+                found[line.name] = first.setdefault(key, line.name)
+    return found
+
+
+def kernel_bytes(text: str) -> dict[str, int]:
+    """Kernel instruction -> bytes of its results and of its distinct operands: what it reads and writes at least."""
+    computations, _ = _computations(text)
+    found, operands = {}, kernel_operands(text)
+    for lines in computations.values():
+        for line in lines:
+            if line.name in operands:
+                names = re.findall(r"%[\w.\-]+", line.rest.split("custom_call_target")[0])
+                distinct = dict(zip(names, operands[line.name], strict=False))
+                found[line.name] = array_bytes(line.shape) + sum(array_bytes(shape) for shape in distinct.values())
     return found
 
 

@@ -23,6 +23,7 @@ PARTIAL, TAIL, FIRST_FULL = 0, 1, 2
 
 # columns of queries that an edge body leaves out come in whole tiles of the matrix unit
 _COLUMN_TILE = 256
+_LANES = 128
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Layout:
-    """Memory as the kernel sees it: whole units per frame, text behind the video in frames of its own."""
+    """The video as the kernel sees it: whole units per frame. Text is no part of it: every query sees all of it."""
 
     grid: TokenGrid
     unit: int
@@ -81,17 +82,8 @@ class Layout:
         return self.frame_rows // self.unit
 
     @property
-    def text_granules(self) -> int:
-        """Granules that hold text; they follow the video's."""
-        return -(-self.grid.text_tokens // self.granule_rows)
-
-    @property
-    def text_frames(self) -> int:
-        return -(-self.text_granules * self.granule_rows // self.frame_rows)
-
-    @property
     def rows(self) -> int:
-        return (self.frames + self.text_frames) * self.frame_rows
+        return self.frames * self.frame_rows
 
     @property
     def sink_tail_rows(self) -> int:
@@ -112,6 +104,21 @@ class Item:
     ends_sink: bool = False
 
 
+@dataclass(frozen=True)
+class Edge:
+    """A body for granules that one side of the band cuts.
+
+    Args:
+        first: Its first granule, counted from where a pattern's edge begins.
+        columns: Per granule the [first, last) query columns that it computes.
+        whole: Per granule the [first, last) columns that see all of it, whatever the block and pattern: no mask there.
+    """
+
+    first: int
+    columns: tuple[tuple[int, int], ...]
+    whole: tuple[tuple[int, int], ...]
+
+
 @dataclass(frozen=True, eq=False)
 class WorkTable:
     """The work of a plan.
@@ -126,9 +133,9 @@ class WorkTable:
     items: np.ndarray
     offsets: np.ndarray
     counts: np.ndarray
-    # one edge body: per granule the [first, last) query columns that it computes
-    left_edges: tuple[tuple[tuple[int, int], ...], ...]
-    right_edges: tuple[tuple[tuple[int, int], ...], ...]
+    # the bodies of either edge of the band
+    left_edges: tuple[Edge, ...]
+    right_edges: tuple[Edge, ...]
 
     @property
     def query_blocks(self) -> int:
@@ -164,7 +171,7 @@ class WorkTable:
         offset = self.offsets[pattern, block]
         return [decode(item) for item in self.items[offset : offset + self.counts[pattern, block]]]
 
-    def edge_columns(self, body: int) -> tuple[tuple[int, int], ...]:
+    def edge(self, body: int) -> Edge:
         return (self.left_edges + self.right_edges)[body - self.first_edge]
 
     def pairs_of(self, item: Item) -> int:
@@ -173,7 +180,7 @@ class WorkTable:
         if item.body == TAIL:
             return self.layout.sink_tail_rows * self.query_rows
         if item.body >= self.first_edge:
-            return sum(stop - start for start, stop in self.edge_columns(item.body)) * rows
+            return sum(stop - start for start, stop in self.edge(item.body).columns) * rows
         return item.granules * rows * self.query_rows
 
     def executions(self, pattern: int) -> dict[str, int]:
@@ -274,7 +281,7 @@ def work_table(plan: Plan, blocks: Blocks) -> WorkTable:
         for start in range(0, layout.granules, blocks.query_granules)
     ]
     cuts = [_Cuts(pattern, layout, blocks, starts) for pattern in plan.patterns]
-    edges: dict[str, tuple[_Edge, ...]] = {"left": (), "right": ()}
+    edges: dict[str, tuple[Edge, ...]] = {"left": (), "right": ()}
     if blocks.edge_granules and not blocks.rounded:
         edges = {side: _edge_bodies(cuts, blocks, side) for side in edges}
     flat: list[int] = []
@@ -288,18 +295,14 @@ def work_table(plan: Plan, blocks: Blocks) -> WorkTable:
                 known[row] = len(flat)
                 flat.extend(row)
             offsets[index, block], counts[index, block] = known[row], len(row)
-    columns = (tuple(edge.columns for edge in edges[side]) for side in ("left", "right"))
-    return WorkTable(plan, blocks, layout, np.asarray(flat, np.int32), offsets, counts, *columns)
+    return WorkTable(plan, blocks, layout, np.asarray(flat, np.int32), offsets, counts, edges["left"], edges["right"])
 
 
 def tile_density(plan: Plan, blocks: Blocks, pattern: int) -> float:
     """Query-key pairs that the kernel computes for the video of one head, kept or masked, over all video pairs."""
     table = work_table(plan, blocks)
     pairs = sum(
-        table.pairs_of(item)
-        for block in range(table.query_blocks)
-        for item in table.items_of(pattern, block)
-        if item.start < table.layout.granules
+        table.pairs_of(item) for block in range(table.query_blocks) for item in table.items_of(pattern, block)
     )
     return pairs / plan.grid.video_tokens**2
 
@@ -350,16 +353,17 @@ class _Cuts:
         stop = -(-(int(seen[-1]) + 1) // _COLUMN_TILE) * _COLUMN_TILE
         return int(seen[0]) // _COLUMN_TILE * _COLUMN_TILE, min(stop, self.low.shape[1])
 
+    def whole_columns(self, block: int, granule: int, side: str) -> tuple[int, int]:
+        """The whole lane tiles of columns, from the inner side of the band on, that see all of a granule."""
+        first, rows = granule * self.layout.granule_rows, self.layout.granule_rows
+        if side == "left":
+            cut = np.flatnonzero(self.low[block] > first)
+            return 0, int(cut[0]) // _LANES * _LANES if len(cut) else self.low.shape[1]
+        cut = np.flatnonzero(self.high[block] < first + rows - 1)
+        return -(-(int(cut[-1]) + 1) // _LANES) * _LANES if len(cut) else 0, self.low.shape[1]
 
-@dataclass(frozen=True)
-class _Edge:
-    """An edge body: its first granule, counted from where a pattern's edge begins, and its columns per granule."""
 
-    first: int
-    columns: tuple[tuple[int, int], ...]
-
-
-def _edge_bodies(cuts: list[_Cuts], blocks: Blocks, side: str) -> tuple[_Edge, ...]:
+def _edge_bodies(cuts: list[_Cuts], blocks: Blocks, side: str) -> tuple[Edge, ...]:
     """The bodies of one side, made so that they fit every pattern and query block."""
     needs: dict[int, tuple[int, int]] = {}
     for cut in cuts:
@@ -372,23 +376,29 @@ def _edge_bodies(cuts: list[_Cuts], blocks: Blocks, side: str) -> tuple[_Edge, .
         return ()
     length = max(needs) + 1
     query_rows = cuts[0].low.shape[1]
+    whole = [(0, query_rows)] * length
     # a granule of the edge in one block or pattern may be whole in another
     for cut in cuts:
         for block in np.flatnonzero(cut.edge[side].any(1)):
             begin = cut.starts[block] + cut.edge_base[side]
             for step in range(length):
                 granule = begin + step
-                if 0 <= granule < len(cut.in_sink) and cut.full[block, granule] and not cut.in_sink[granule]:
+                if not 0 <= granule < len(cut.in_sink):
+                    continue
+                if cut.full[block, granule] and not cut.in_sink[granule]:
                     needs[step] = (0, query_rows)
-    steps = np.array_split(np.arange(length), -(-length // blocks.edge_granules))
-    return tuple(_Edge(int(piece[0]), tuple(needs.get(int(s), (0, query_rows)) for s in piece)) for piece in steps)
+                low, high = cut.whole_columns(block, granule, side)
+                whole[step] = max(whole[step][0], low), min(whole[step][1], high)
+    columns = [needs.get(step, (0, query_rows)) for step in range(length)]
+    pieces = np.array_split(np.arange(length), -(-length // blocks.edge_granules))
+    cuts_of = ((int(piece[0]), int(piece[-1]) + 1) for piece in pieces)
+    return tuple(Edge(first, tuple(columns[first:stop]), tuple(whole[first:stop])) for first, stop in cuts_of)
 
 
-def _block_items(cut: _Cuts, block: int, blocks: Blocks, edges: dict[str, tuple[_Edge, ...]]) -> list[Item]:
+def _block_items(cut: _Cuts, block: int, blocks: Blocks, edges: dict[str, tuple[Edge, ...]]) -> list[Item]:
     layout = cut.layout
     if cut.pattern.half_width is None:
-        # text follows the video in memory, so that both are one run
-        return _full_items(0, layout.granules + layout.text_granules, blocks)
+        return _full_items(0, layout.granules, blocks)
     sink: list[Item] = []
     whole, straddling = layout.frame_rows // layout.granule_rows, layout.sink_tail_rows > 0
     if has_spatial_sink(cut.pattern):
@@ -409,7 +419,6 @@ def _block_items(cut: _Cuts, block: int, blocks: Blocks, edges: dict[str, tuple[
     ):
         rest[whole] = False
         sink.append(Item(whole, 1, TAIL))
-    sink += _full_items(layout.granules, layout.text_granules, blocks, spatial=True)
     band: list[Item] = []
     first_body = FIRST_FULL + len(blocks.full_granules)
     for side, bodies in edges.items():

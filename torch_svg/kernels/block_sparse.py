@@ -7,12 +7,13 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from ..pattern import Plan
 from ..worktable import Blocks, Layout, WorkTable, block_bounds, has_spatial_sink, sink_prefix, work_table
-from .block_kernel import LANES, Inputs, KernelShape, Tables, call
-from .dense import attend_dense
+from .block_kernel import call
+from .dense import Text, attend_dense, no_text, text_operands
+from .kernel_shape import LANES, Inputs, KernelShape, Place, Tables
+from .rows import move_rows
 from .tuning import blocks_for, online_blocks_for
 
 SOFTMAX = ("auto", "online")
@@ -35,7 +36,8 @@ def block_sparse_attention(
 
     Args:
         query, key, value: (batch, tokens, heads, head_dim), bf16 or f32, in the grid's memory order. Read in place
-            where a frame is a whole number of units and there is no text; else padded copies are made.
+            where a frame, the sequence and the text in front of the video are whole numbers of units; else the
+            video's rows are moved first.
         kinds: (batch, heads) int32, an index into ``plan.patterns`` per head; data, no recompile.
         text_lengths: (batch,) int32 valid text tokens, or None when all are valid.
         plan: Grid and patterns; static.
@@ -63,30 +65,51 @@ def block_sparse_attention(
     table = work_table(plan, blocks)
     layout = table.layout
     kinds = jnp.clip(kinds.astype(jnp.int32), 0, len(plan.patterns) - 1)
-    flagged = bool(grid.text_tokens) or layout.frame_rows != grid.tokens_per_frame
-    keys, values = (in_layout(x, layout, with_text=True) for x in (key, value))
-    flags = key_flags(layout, batch, text_lengths, query.dtype) if flagged else None
-    queries = in_layout(query, layout, with_text=False)
-    video = attend_video(queries, keys, values, flags, kinds, table, heads, head_dim, scale, softmax, interpret)
-    video = video.reshape(batch, layout.frames, layout.frame_rows, -1)
-    video = video[:, :, : grid.tokens_per_frame].reshape(batch, grid.video_tokens, -1)
+    tiles = [lane_tiles(x) for x in (query, key, value)]
+    place = _place_in_memory(layout)
+    in_place = place.total_units * layout.unit == tokens
+    queries, keys, values = tiles if in_place else (_video_rows(x, layout, interpret) for x in tiles)
+    flags = key_flags(layout, batch, query.dtype) if layout.frame_rows != grid.tokens_per_frame else None
+    text = text_of(tiles, grid, text_lengths) if grid.text_tokens else None
+    video = attend_video(
+        queries, keys, values, flags, text, kinds, table, place, heads, head_dim, scale, softmax, interpret
+    )
+    if layout.frame_rows != grid.tokens_per_frame:
+        video = video.reshape(batch, layout.frames, layout.frame_rows, -1)[:, :, : grid.tokens_per_frame]
+        video = video.reshape(batch, grid.video_tokens, -1)
+    first_row = 0 if in_place else -grid.video_start
+    if first_row or padded_head_dim(head_dim) < LANES:
+        # the video to where it belongs, and heads of 64 in pairs, in one pass
+        halves = padded_head_dim(head_dim) < LANES
+        video = move_rows(video, first_row, tokens, halves=halves, interpret=interpret)
     if not grid.text_tokens:
         return from_lane_tiles(video, heads, head_dim)
     # text queries see every key: a dense kernel with a small query block of their own
-    text = attend_dense(
-        lane_tiles(query)[:, grid.text_start : grid.text_start + grid.text_tokens],
+    start, stop = grid.text_start, grid.text_start + grid.text_tokens
+    answers = attend_dense(
+        tiles[0][:, start:stop],
         keys,
         values,
         flags,
+        text,
         heads=heads,
         head_dim=head_dim,
         scale=scale,
         softmax=softmax,
         interpret=interpret,
-        key_rows=layout.granule_rows * (layout.granules + layout.text_granules),
+        key_rows=layout.rows,
+        first_key_row=place.start_units * layout.unit,
     )
-    output = jnp.concatenate([text, video] if grid.text_first else [video, text], axis=1)
-    return from_lane_tiles(output, heads, head_dim)
+    if video.shape[1] != tokens:
+        video = jnp.pad(video, ((0, 0), (0, tokens - video.shape[1]), (0, 0)))
+    return from_lane_tiles(video.at[:, start:stop].set(answers), heads, head_dim)
+
+
+def _place_in_memory(layout: Layout) -> Place:
+    """Where the kernel finds the video: in the caller's arrays where they have whole units, else in moved copies."""
+    grid, unit = layout.grid, layout.unit
+    whole = layout.frame_rows == grid.tokens_per_frame and grid.tokens % unit == 0 and grid.video_start % unit == 0
+    return Place(grid.tokens // unit, grid.video_start // unit) if whole else Place(layout.rows // unit)
 
 
 def check_arrays(query, key, value, softmax: str) -> None:
@@ -121,72 +144,53 @@ def output_lanes(heads: int, head_dim: int) -> int:
     return heads * width if width >= LANES else (heads + heads % 2) * LANES
 
 
-def joined(output, head_dim: int):
-    """(batch, tokens, output lanes) -> (batch, tokens, lanes) as ``lane_tiles`` lays heads.
-
-    A head of 64 comes with its neighbour's half, which is not its own: even heads stand in the first half of the
-    output and keep their lower lanes, odd heads in the second half and keep their upper lanes.
-    """
-    if padded_head_dim(head_dim) >= LANES:
-        return output
-    lanes = output.shape[-1] // 2
-    even, odd = output[..., :lanes], output[..., lanes:]
-    return jnp.where(jnp.arange(lanes) % LANES < LANES // 2, even, odd)
-
-
 def from_lane_tiles(x, heads: int, head_dim: int):
     """(batch, tokens, lanes) -> (batch, tokens, heads, head_dim)."""
     return x.reshape(*x.shape[:2], -1, padded_head_dim(head_dim))[:, :, :heads, :head_dim]
 
 
-def in_layout(x, layout: Layout, with_text: bool):
-    """(batch, tokens, heads, head_dim) -> (batch, layout rows, lanes): frames in whole units, text behind them."""
+def _video_rows(x, layout: Layout, interpret):
+    """(batch, tokens, lanes) -> (batch, layout rows, lanes): the video alone, its frames in whole units."""
     grid = layout.grid
-    x = lane_tiles(x)
+    if layout.frame_rows == grid.tokens_per_frame:
+        return move_rows(x, grid.video_start, layout.rows, interpret=interpret)
     batch, _, lanes = x.shape
-    if layout.frame_rows == grid.tokens_per_frame and with_text and grid.text_tokens:
-        # one pass: the text's rows are dropped or kept and the end is padded in the same operation
-        text = x[:, : grid.video_start]
-        x = lax.pad(
-            x,
-            jnp.zeros((), x.dtype),
-            ((0, 0, 0), (-grid.video_start, layout.rows - x.shape[1] + grid.video_start, 0), (0, 0, 0)),
-        )
-        return x.at[:, grid.video_tokens : grid.video_tokens + text.shape[1]].set(text) if grid.text_first else x
     video = x[:, grid.video_start : grid.video_start + grid.video_tokens]
-    if layout.frame_rows != grid.tokens_per_frame:
-        video = video.reshape(batch, layout.frames, grid.tokens_per_frame, lanes)
-        video = jnp.pad(video, ((0, 0), (0, 0), (0, layout.frame_rows - grid.tokens_per_frame), (0, 0)))
-    video = video.reshape(batch, layout.frames * layout.frame_rows, lanes)
-    if not (with_text and grid.text_tokens):
-        return video
-    text = x[:, grid.text_start : grid.text_start + grid.text_tokens]
-    text = jnp.pad(text, ((0, 0), (0, layout.rows - video.shape[1] - grid.text_tokens), (0, 0)))
-    return jnp.concatenate([video, text], axis=1)
+    video = video.reshape(batch, layout.frames, grid.tokens_per_frame, lanes)
+    video = jnp.pad(video, ((0, 0), (0, 0), (0, layout.frame_rows - grid.tokens_per_frame), (0, 0)))
+    return video.reshape(batch, layout.rows, lanes)
 
 
-def key_flags(layout: Layout, batch: int, text_lengths, dtype):
-    """(batch, layout rows, 128): the flag lanes of every key, see ``block_kernel``."""
-    grid = layout.grid
+def key_flags(layout: Layout, batch: int, dtype):
+    """(batch, layout rows, 128): the flag lanes of the video's keys, see ``block_kernel``."""
     row = np.arange(layout.rows)
-    video_rows = layout.frames * layout.frame_rows
-    in_video = row < video_rows
-    valid = jnp.asarray(in_video & (row % layout.frame_rows < grid.tokens_per_frame))[None]
-    if grid.text_tokens:
-        lengths = jnp.full((batch,), grid.text_tokens) if text_lengths is None else text_lengths
-        valid = valid | (jnp.asarray(~in_video) & (jnp.asarray(row - video_rows)[None] < lengths[:, None]))
-    valid = jnp.broadcast_to(valid, (batch, layout.rows))
-    lanes = [jnp.ones_like(valid), ~valid, jnp.broadcast_to(jnp.asarray(row < layout.frame_rows), valid.shape)]
-    flags = jnp.stack(lanes, axis=-1).astype(dtype)
-    return jnp.pad(flags, ((0, 0), (0, 0), (0, LANES - len(lanes))))
+    flags = np.zeros((layout.rows, LANES), np.float32)
+    flags[:, 0] = 1
+    flags[:, 1] = row % layout.frame_rows >= layout.grid.tokens_per_frame
+    flags[:, 2] = row < layout.frame_rows
+    return jnp.broadcast_to(jnp.asarray(flags, dtype), (batch, *flags.shape))
+
+
+def text_of(tiles, grid, text_lengths) -> Text:
+    """The text's keys and values out of the caller's arrays in lane tiles (batch, tokens, lanes)."""
+    keys, values = (x[:, grid.text_start : grid.text_start + grid.text_tokens] for x in tiles[1:])
+    return text_operands(keys, values, text_lengths)
 
 
 def kernel_shape(
-    table: WorkTable, batch: int, heads: int, head_dim: int, dtype, scale: float, softmax: str, flagged: bool
+    table: WorkTable,
+    place: Place,
+    batch: int,
+    heads: int,
+    head_dim: int,
+    dtype,
+    scale: float,
+    softmax: str,
+    flagged: bool,
+    text_units: int,
 ) -> KernelShape:
     """The static description of the kernel that runs a work table."""
     layout, plan = table.layout, table.plan
-    units, frame_units = layout.rows // layout.unit, layout.frame_rows // layout.unit
     width = padded_head_dim(head_dim)
     return KernelShape(
         batch=batch,
@@ -198,15 +202,17 @@ def kernel_shape(
         query_units=layout.frames,
         query_granules=table.blocks.query_granules,
         query_blocks=table.query_blocks,
-        query_frame_units=frame_units,
-        query_total_units=layout.frames * frame_units,
-        key_total_units=units,
+        frame_units=layout.granules,
+        query_place=place,
+        key_place=place,
+        output_place=place,
         item_granules=table.item_granules,
         full_granules=table.blocks.full_granules,
         left_edges=table.left_edges,
         right_edges=table.right_edges,
         bodies=table.bodies,
         tail_rows=layout.sink_tail_rows,
+        text_units=text_units,
         any_temporal=any(pattern.order == "temporal" for pattern in plan.patterns),
         any_prefix=any(sink_prefix(pattern, layout) for pattern in plan.patterns),
         ends_sink=any(has_spatial_sink(pattern) for pattern in plan.patterns),
@@ -247,20 +253,35 @@ def _bounds(plan: Plan, blocks: Blocks) -> np.ndarray:
     return bounds.reshape(-1, 8, lanes)
 
 
-def attend_video(queries, keys, values, flags, kinds, table, heads, head_dim, scale, softmax, interpret):
-    """The video's output rows, (batch, padded video rows, lanes), from arrays in ``in_layout``."""
+def attend_video(
+    queries,
+    keys,
+    values,
+    flags,
+    text: Text | None,
+    kinds,
+    table: WorkTable,
+    place: Place,
+    heads,
+    head_dim,
+    scale,
+    softmax,
+    interpret,
+):
+    """The video's output, (batch, rows, ``output_lanes``), from arrays (batch, rows, lanes) with the video at a place.
+
+    Rows of the result that are not the video's hold anything.
+    """
     batch = queries.shape[0]
-    layout = table.layout
-    shape = kernel_shape(table, batch, heads, head_dim, queries.dtype, scale, softmax, flags is not None)
-    if flags is None:
-        flags = jnp.zeros((batch, layout.frame_rows, LANES), queries.dtype)
-    by_units = [x.reshape(-1, layout.unit, x.shape[-1]) for x in (queries, keys, values, flags)]
-    by_frames = [
-        x.reshape(batch, -1, layout.frame_rows // layout.unit, layout.unit, x.shape[-1])
-        for x in (queries, keys, values, flags)
-    ]
+    unit = table.layout.unit
+    text_units = 0 if text is None else text.key.shape[1]
+    shape = kernel_shape(
+        table, place, batch, heads, head_dim, queries.dtype, scale, softmax, flags is not None, text_units
+    )
     bounds = _bounds(table.plan, table.blocks) if shape.masked else np.zeros((1, 8, LANES), np.int32)
-    inputs = Inputs(*(x for pair in zip(by_units, by_frames, strict=True) for x in pair), bounds=jnp.asarray(bounds))
-    lanes = output_lanes(heads, head_dim)
-    output = call(shape, scalar_operands(table, kinds), inputs, lanes, interpret)
-    return joined(output.reshape(batch, -1, lanes), head_dim)
+    if flags is None:
+        flags = jnp.zeros((unit, LANES), queries.dtype)
+    arrays = (x.reshape(-1, unit, x.shape[-1]) for x in (queries, keys, values, flags))
+    inputs = Inputs(*arrays, *(text or no_text(queries.dtype)), jnp.asarray(bounds))
+    output = call(shape, scalar_operands(table, kinds), inputs, output_lanes(heads, head_dim), interpret)
+    return output.reshape(batch, -1, output.shape[-1])

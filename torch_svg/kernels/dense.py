@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from ..worktable import FIRST_FULL, Item, encode
-from .block_kernel import LANES, Inputs, KernelShape, Tables, call
+from .block_kernel import call
+from .kernel_shape import LANES, TEXT_UNIT, Inputs, KernelShape, Place, Tables
+from .rows import move_rows
 
 _UNIT = 16
 # rows of a granule of keys, and of a query block
@@ -16,6 +20,36 @@ _KEY_ROWS = 384
 _QUERY_ROWS = 2048
 # rows of keys of the largest body
 _FULL_ROWS = 2048
+
+
+class Text(NamedTuple):
+    """Keys and values beside the video's, as the kernel wants them: (batch, units, 16, lanes)."""
+
+    key: Array
+    value: Array
+    flags: Array
+
+
+def text_operands(keys, values, lengths) -> Text:
+    """Text (batch, text tokens, lanes) with ``lengths`` (batch,) valid tokens, or None when all are valid."""
+    batch, tokens, _ = keys.shape
+    rows = math.ceil(tokens / TEXT_UNIT) * TEXT_UNIT
+    lengths = jnp.full((batch,), tokens) if lengths is None else lengths
+    flags = _length_flags(rows, lengths, keys.dtype)
+    padded = (_padded(keys, rows), _padded(values, rows), flags)
+    return Text(*(x.reshape(batch, -1, TEXT_UNIT, x.shape[-1]) for x in padded))
+
+
+def no_text(dtype) -> Text:
+    """What stands in for text where there is none."""
+    return Text(*[jnp.zeros((1, 1, TEXT_UNIT, LANES), dtype)] * 3)
+
+
+def _length_flags(rows: int, lengths, dtype):
+    """(batch, rows, 128): the flag lanes of keys of which the first ``lengths`` are valid, see ``block_kernel``."""
+    invalid = jnp.arange(rows)[None] >= lengths[:, None]
+    flags = jnp.stack([jnp.ones_like(invalid), invalid], axis=-1).astype(dtype)
+    return jnp.pad(flags, ((0, 0), (0, 0), (0, LANES - 2)))
 
 
 def dense_attention(query, key, value, key_lengths=None, *, scale=None, softmax="auto", interpret=False):
@@ -47,14 +81,13 @@ def dense_attention(query, key, value, key_lengths=None, *, scale=None, softmax=
     flags = None
     if key_lengths is not None or key_rows != key_tokens:
         lengths = jnp.full((batch,), key_tokens) if key_lengths is None else key_lengths
-        invalid = jnp.arange(key_rows)[None] >= lengths[:, None]
-        flags = jnp.stack([jnp.ones_like(invalid), invalid], axis=-1).astype(query.dtype)
-        flags = jnp.pad(flags, ((0, 0), (0, 0), (0, LANES - 2)))
+        flags = _length_flags(key_rows, lengths, query.dtype)
     output = attend_dense(
         lane_tiles(query),
         keys,
         values,
         flags,
+        None,
         heads=heads,
         head_dim=head_dim,
         scale=head_dim**-0.5 if scale is None else scale,
@@ -66,19 +99,35 @@ def dense_attention(query, key, value, key_lengths=None, *, scale=None, softmax=
     return from_lane_tiles(output, heads, head_dim)
 
 
-def attend_dense(query, key, value, flags, *, heads, head_dim, scale, softmax, interpret, key_rows, granule_units=None):
-    """Dense attention over the first ``key_rows`` rows of arrays that are in lane tiles already.
+def attend_dense(
+    query,
+    key,
+    value,
+    flags,
+    text: Text | None,
+    *,
+    heads,
+    head_dim,
+    scale,
+    softmax,
+    interpret,
+    key_rows,
+    first_key_row=0,
+    granule_units=None,
+):
+    """Dense attention over ``key_rows`` rows, and text, of arrays that are in lane tiles already.
 
     Args:
         query: (batch, query_tokens, lanes).
-        key, value: (batch, rows, lanes), ``key_rows`` a multiple of the granule.
+        key, value: (batch, rows, lanes), ``rows``, ``key_rows`` and ``first_key_row`` multiples of 16.
         flags: (batch, rows, 128) key flags, or None when every key is valid.
+        text: More keys and values, with flags of their own.
         granule_units: 16-row units of a granule; default: the largest of good size that divides ``key_rows``.
 
     Returns:
         (batch, query_tokens, lanes), heads as in ``lane_tiles``.
     """
-    from .block_sparse import joined, output_lanes, padded_head_dim
+    from .block_sparse import output_lanes, padded_head_dim
 
     batch, query_tokens, _ = query.shape
     width = padded_head_dim(head_dim)
@@ -109,15 +158,17 @@ def attend_dense(query, key, value, flags, *, heads, head_dim, scale, softmax, i
         query_units=1,
         query_granules=block_units,
         query_blocks=len(starts),
-        query_frame_units=query_units,
-        query_total_units=query_units,
-        key_total_units=key.shape[1] // _UNIT,
+        frame_units=query_units,
+        query_place=Place(query_units),
+        key_place=Place(key.shape[1] // _UNIT, first_key_row // _UNIT),
+        output_place=Place(query_units),
         item_granules=max(item.granules for item in items),
         full_granules=full_granules,
         left_edges=(),
         right_edges=(),
         bodies=frozenset(item.body for item in items),
         tail_rows=0,
+        text_units=0 if text is None else text.key.shape[1],
         any_temporal=False,
         any_prefix=False,
         ends_sink=False,
@@ -138,14 +189,13 @@ def attend_dense(query, key, value, flags, *, heads, head_dim, scale, softmax, i
     )
     if flags is None:
         flags = jnp.zeros((1, _UNIT, LANES), query.dtype)
-    arrays = [x.reshape(-1, _UNIT, x.shape[-1]) for x in (query, key, value, flags)]
-    # nothing is read by frames here
-    unused = [x.reshape(1, 1, *x.shape) for x in arrays]
-    inputs = Inputs(
-        *(x for pair in zip(arrays, unused, strict=True) for x in pair), bounds=jnp.zeros((1, 8, LANES), jnp.int32)
-    )
+    arrays = (x.reshape(-1, _UNIT, x.shape[-1]) for x in (query, key, value, flags))
+    inputs = Inputs(*arrays, *(text or no_text(query.dtype)), jnp.zeros((1, 8, LANES), jnp.int32))
     output = call(shape, tables, inputs, output_lanes(heads, head_dim), interpret)
-    return joined(output.reshape(batch, query_units * _UNIT, -1)[:, :query_tokens], head_dim)
+    output = output.reshape(batch, query_units * _UNIT, -1)
+    if width < LANES:
+        return move_rows(output, 0, query_tokens, halves=True, interpret=interpret)
+    return output[:, :query_tokens]
 
 
 def _padded(x, rows: int):

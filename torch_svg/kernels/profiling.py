@@ -19,8 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..pattern import Pattern, Plan
-from .block_kernel import LANES
 from .block_sparse import check_arrays, lane_tiles, padded_head_dim
+from .kernel_shape import LANES
 
 _STEP = 256
 _FAR = -1e30

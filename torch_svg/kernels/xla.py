@@ -118,12 +118,13 @@ def _video_attention(query, key, value, kinds, text_lengths, table: WorkTable, s
 
     def head(inputs):
         q, k, v, kind, ok = inputs
+        text = tuple(x[grid.text_start : grid.text_start + grid.text_tokens] for x in (k, v, ok))
         # keys in the head's own order, then once more in memory order for items that want it
         rows = jnp.asarray(constants["key_rows"])[kind]
         k, v = (x[jnp.maximum(rows, 0)].astype(jnp.float32) for x in (k, v))
         ok = (rows >= 0) & ok[jnp.maximum(rows, 0)]
         own = jnp.asarray(constants["query_rows"])[kind]
-        out = _head(q[own].astype(jnp.float32) * scale, k, v, ok, kind, table, constants)
+        out = _head(q[own].astype(jnp.float32) * scale, k, v, ok, text, kind, table, constants)
         return out[jnp.asarray(constants["inverse"])[kind]].astype(query.dtype)
 
     flat = tuple(x.transpose(0, 2, 1, 3).reshape(batch * heads, -1, head_dim) for x in (query, key, value))
@@ -131,8 +132,8 @@ def _video_attention(query, key, value, kinds, text_lengths, table: WorkTable, s
     return out.reshape(batch, heads, grid.video_tokens, head_dim).transpose(0, 2, 1, 3)
 
 
-def _head(q, k, v, ok, kind, table: WorkTable, constants):
-    """Own-order queries (padded video rows, head_dim) over own-order and memory-order keys."""
+def _head(q, k, v, ok, text, kind, table: WorkTable, constants):
+    """Own-order queries (padded video rows, head_dim) over text and over own-order and memory-order keys."""
     layout = table.layout
     rows, block_rows = layout.granule_rows, table.query_rows
     items = jnp.asarray(table.items)
@@ -149,8 +150,16 @@ def _head(q, k, v, ok, kind, table: WorkTable, constants):
         low, high = (lax.dynamic_slice_in_dim(x, first, block_rows)[:, None] for x in (lows, highs))
         offset, count = jnp.asarray(table.offsets)[kind, block], jnp.asarray(table.counts)[kind, block]
 
+        def add(state, keys, values, mask):
+            maximum, total, weighted = state
+            scores = jnp.where(mask, queries @ keys.T, _MASKED)
+            peak = jnp.maximum(maximum, scores.max(1))
+            weights = jnp.where(mask, jnp.exp(scores - peak[:, None]), 0.0)
+            decay = jnp.exp(maximum - peak)
+            return peak, total * decay + weights.sum(1), weighted * decay[:, None] + weights @ values
+
         def visit(index, state):
-            maximum, total, weighted, in_sink = state
+            *sums, in_sink = state
             item = items[offset + index]
             start, granules, body = item >> 15, item >> 8 & 127, item >> 2 & 63
             in_sink = in_sink & (item & 1 == 0)
@@ -162,19 +171,13 @@ def _head(q, k, v, ok, kind, table: WorkTable, constants):
             seen = ((coordinate >= low) & (coordinate <= high)) | (coordinate < prefix)
             is_whole = (body == TAIL) | ((body >= FIRST_FULL) & (body < table.first_edge))
             mask = (seen | is_whole) & (used & valid & ~of_first_frame)
-            scores = jnp.where(mask, queries @ keys.T, _MASKED)
-            peak = jnp.maximum(maximum, scores.max(1))
-            weights = jnp.where(mask, jnp.exp(scores - peak[:, None]), 0.0)
-            decay = jnp.exp(maximum - peak)
-            return peak, total * decay + weights.sum(1), weighted * decay[:, None] + weights @ values, in_sink
+            return (*add(sums, keys, values, mask), in_sink)
 
-        state = (
-            jnp.full((block_rows,), _MASKED),
-            jnp.zeros((block_rows,)),
-            jnp.zeros((block_rows, q.shape[1])),
-            jnp.asarray(True),
-        )
-        _, total, weighted, _ = lax.fori_loop(0, count, visit, state)
+        sums = jnp.full((block_rows,), _MASKED), jnp.zeros((block_rows,)), jnp.zeros((block_rows, q.shape[1]))
+        if table.plan.grid.text_tokens:
+            text_keys, text_values, text_valid = text
+            sums = add(sums, text_keys.astype(jnp.float32), text_values.astype(jnp.float32), text_valid)
+        _, total, weighted, _ = lax.fori_loop(0, count, visit, (*sums, jnp.asarray(True)))
         return weighted / total[:, None]
 
     parts = lax.map(query_block, jnp.arange(table.query_blocks))
@@ -188,11 +191,9 @@ def _constants(plan: Plan, blocks: Blocks) -> dict:
     table = work_table(plan, blocks)
     layout, grid = table.layout, plan.grid
     slack = table.item_granules * layout.granule_rows
-    padded = layout.frames * layout.frame_rows
+    padded = layout.rows
     coordinate = np.arange(padded)
     key_rows, query_rows, inverse = [], [], []
-    text = np.full(layout.rows - padded, -1)
-    text[: grid.text_tokens] = grid.text_start + np.arange(grid.text_tokens)
     token = np.arange(grid.video_tokens)
     frame, place = np.divmod(token, grid.tokens_per_frame)
     orders = {
@@ -206,7 +207,7 @@ def _constants(plan: Plan, blocks: Blocks) -> dict:
     for pattern in plan.patterns:
         own = memory[pattern.order]
         tail = np.full(slack, -1)
-        key_rows.append(np.concatenate([own, text, tail, memory["spatial"], text, tail]))
+        key_rows.append(np.concatenate([own, tail, memory["spatial"], tail]))
         query_rows.append(np.maximum(own, 0))
         inverse.append(
             frame * layout.frame_rows + place if pattern.order == "spatial" else place * layout.frames + frame
