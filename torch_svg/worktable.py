@@ -150,6 +150,11 @@ class WorkTable:
         return FIRST_FULL + len(self.blocks.full_granules)
 
     @property
+    def tail_rows(self) -> int:
+        """Rows that the tail body computes."""
+        return tail_granules(self.layout, self.blocks) * self.layout.granule_rows + self.layout.sink_tail_rows
+
+    @property
     def bodies(self) -> frozenset[int]:
         """The bodies that any item uses."""
         return frozenset(decode(item).body for item in self.items)
@@ -178,7 +183,7 @@ class WorkTable:
         """Query-key pairs that an item's body computes, kept or not."""
         rows = self.layout.granule_rows
         if item.body == TAIL:
-            return self.layout.sink_tail_rows * self.query_rows
+            return self.tail_rows * self.query_rows
         if item.body >= self.first_edge:
             return sum(stop - start for start, stop in self.edge(item.body).columns) * rows
         return item.granules * rows * self.query_rows
@@ -264,6 +269,12 @@ def granule_order(pattern: Pattern, layout: Layout) -> np.ndarray:
     """(granule_rows,): the coordinate within a granule of each row, as the kernel holds it in fast memory."""
     row = np.arange(layout.granule_rows)
     return row if pattern.order == "spatial" else row % layout.unit * layout.frames + row // layout.unit
+
+
+def tail_granules(layout: Layout, blocks: Blocks) -> int:
+    """Whole granules of frame 0 that the tail body takes along with the rows behind them: what is left of frame 0 after
+    the largest bodies, since a body costs a good part of its time whatever its size."""
+    return layout.frame_rows // layout.granule_rows % blocks.full_granules[0]
 
 
 @functools.lru_cache(maxsize=64)
@@ -401,24 +412,27 @@ def _block_items(cut: _Cuts, block: int, blocks: Blocks, edges: dict[str, tuple[
         return _full_items(0, layout.granules, blocks)
     sink: list[Item] = []
     whole, straddling = layout.frame_rows // layout.granule_rows, layout.sink_tail_rows > 0
+    with_tail = tail_granules(layout, blocks)
     if has_spatial_sink(cut.pattern):
-        sink = _full_items(0, whole, blocks, spatial=True)
+        sink = _full_items(0, whole - with_tail if straddling else whole, blocks, spatial=True)
         if straddling:
-            sink.append(Item(whole, 1, TAIL, spatial=True))
+            sink.append(Item(whole - with_tail, with_tail + 1, TAIL, spatial=True))
     full = cut.full[block].copy()
     if blocks.rounded:
         full |= cut.kept_share()[block] >= 0.5
         rest = cut.in_sink & ~full
     else:
         rest = (cut.band[block] | cut.in_sink) & ~full
+    # rows of a temporal granule are not in the order of its places: a prefix that ends in one needs the mask
     if (
-        cut.prefix == layout.frame_rows
+        cut.pattern.order == "spatial"
+        and cut.prefix == layout.frame_rows
         and straddling
         and rest[whole]
         and (blocks.rounded or not cut.band[block, whole])
     ):
-        rest[whole] = False
-        sink.append(Item(whole, 1, TAIL))
+        full[whole - with_tail : whole] = rest[whole] = False
+        sink.append(Item(whole - with_tail, with_tail + 1, TAIL))
     band: list[Item] = []
     first_body = FIRST_FULL + len(blocks.full_granules)
     for side, bodies in edges.items():

@@ -232,7 +232,7 @@ class _QueryBlock:
         if body == PARTIAL:
             return granules
         if body == TAIL:
-            return 1
+            return -(-shape.tail_rows // shape.granule_rows)
         if body < shape.first_edge:
             return shape.full_granules[body - FIRST_FULL]
         return len((shape.left_edges + shape.right_edges)[body - shape.first_edge].columns)

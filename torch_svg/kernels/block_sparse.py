@@ -211,7 +211,7 @@ def kernel_shape(
         left_edges=table.left_edges,
         right_edges=table.right_edges,
         bodies=table.bodies,
-        tail_rows=layout.sink_tail_rows,
+        tail_rows=table.tail_rows,
         text_units=text_units,
         any_temporal=any(pattern.order == "temporal" for pattern in plan.patterns),
         any_prefix=any(sink_prefix(pattern, layout) for pattern in plan.patterns),

@@ -164,7 +164,7 @@ def _head(q, k, v, ok, text, kind, table: WorkTable, constants):
             start, granules, body = item >> 15, item >> 8 & 127, item >> 2 & 63
             in_sink = in_sink & (item & 1 == 0)
             coordinate = start * rows + lane
-            used = lane < jnp.where(body == TAIL, layout.sink_tail_rows, granules * rows)
+            used = lane < jnp.where(body == TAIL, table.tail_rows, granules * rows)
             at = coordinate[0] + jnp.where(item >> 1 & 1 == 1, constants["memory_order"], 0)
             keys, values, valid = (lax.dynamic_slice_in_dim(x, at, step) for x in (k, v, ok))
             of_first_frame = drops_first_frame & ~in_sink & (coordinate % layout.frames == 0)
