@@ -1,6 +1,7 @@
-"""Families with joint text: real transformer classes, tiny random weights."""
+"""Every family: real transformer classes, tiny random weights."""
 
 import copy
+import re
 
 import diffusers
 import pytest
@@ -10,6 +11,7 @@ from numerics import assert_close
 
 import torch_svg
 from torch_svg import SparseVideoAttnProcessor, SparseVideoConfig
+from torch_svg.families import FAMILIES, UNSERVED
 from torch_svg.pattern import keep
 
 SPARSE = SparseVideoConfig(density=0.6, warmup_steps=0, dense_layers=0)
@@ -169,7 +171,246 @@ def kandinsky5_inputs():
     }
 
 
-# name: (model, inputs, grid)
+def hunyuan_video15():
+    return diffusers.HunyuanVideo15Transformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=16, num_layers=2,
+        num_refiner_layers=1, patch_size=1, patch_size_t=1, text_embed_dim=16, text_embed_2_dim=8, image_embed_dim=12,
+        rope_axes_dim=(4, 6, 6), target_size=16, task_type="t2v",
+    )
+
+
+def hunyuan15_inputs(text_lengths=(TEXT, 4), image=True):
+    batch = len(text_lengths)
+    lengths = torch.tensor(text_lengths)[:, None]
+    return {
+        "hidden_states": random(batch, 4, 3, 3, 5), "timestep": torch.full((batch,), 500.0),
+        "encoder_hidden_states": random(batch, TEXT, 16),
+        "encoder_attention_mask": (torch.arange(TEXT)[None] < lengths).long(),
+        "encoder_hidden_states_2": random(batch, 6, 8, seed=1),
+        "encoder_attention_mask_2": (torch.arange(6)[None] < lengths // 2).long(),
+        "image_embeds": random(batch, 5, 12, seed=2) * image,
+    }
+
+
+def mochi():
+    return diffusers.MochiTransformer3DModel(
+        patch_size=2, num_attention_heads=2, attention_head_dim=16, num_layers=2, pooled_projection_dim=16,
+        in_channels=4, out_channels=None, qk_norm="rms_norm", text_embed_dim=16, time_embed_dim=4,
+        max_sequence_length=TEXT,
+    )
+
+
+def mochi_inputs():
+    return {
+        "hidden_states": random(2, 4, 3, 6, 10), "encoder_hidden_states": random(2, TEXT, 16),
+        "timestep": torch.full((2,), 500),
+        "encoder_attention_mask": torch.arange(TEXT)[None] < torch.tensor([[TEXT], [4]]),
+    }
+
+
+def framepack():
+    return diffusers.HunyuanVideoFramepackTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=16, num_layers=1,
+        num_single_layers=1, num_refiner_layers=1, patch_size=2, patch_size_t=1, guidance_embeds=True,
+        text_embed_dim=16, pooled_projection_dim=8, rope_axes_dim=(4, 6, 6), has_image_proj=True, image_proj_dim=12,
+        has_clean_x_embedder=True,
+    )
+
+
+def framepack_inputs(text_lengths):
+    batch = len(text_lengths)
+    return {
+        **hunyuan_inputs(text_lengths), "image_embeds": random(batch, 5, 12), "indices_latents": torch.arange(5, 8),
+        "latents_clean": random(batch, 4, 2, 6, 10, seed=1), "indices_latents_clean": torch.tensor([0, 4]),
+        "latents_history_2x": random(batch, 4, 2, 6, 10, seed=2), "indices_latents_history_2x": torch.tensor([1, 2]),
+        "latents_history_4x": random(batch, 4, 4, 6, 10, seed=3), "indices_latents_history_4x": torch.arange(4),
+    }
+
+
+# older frames at full size, and in patches twice and four times as large, which are padded to whole ones
+FRAMEPACK_HISTORY = 2 * 3 * 5 + 1 * 2 * 3 + 1 * 1 * 2
+
+
+LTX2 = {
+    "in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 8, "cross_attention_dim": 16,
+    "audio_in_channels": 4, "audio_out_channels": 4, "audio_num_attention_heads": 2, "audio_attention_head_dim": 4,
+    "audio_cross_attention_dim": 8, "num_layers": 2, "caption_channels": 16, "pos_embed_max_pos": 20,
+}
+
+
+def ltx2_inputs(conditions=0, **more):
+    mask = (torch.arange(TEXT)[None] < torch.tensor([[TEXT], [4]])).float()
+    return {
+        "hidden_states": random(2, 45 + conditions, 4), "audio_hidden_states": random(2, 9, 4),
+        "encoder_hidden_states": random(2, TEXT, 16), "audio_encoder_hidden_states": random(2, TEXT, 16, seed=1),
+        "timestep": torch.full((2,), 500.0), "encoder_attention_mask": mask, "audio_encoder_attention_mask": mask,
+        "num_frames": 3, "height": 3, "width": 5, "audio_num_frames": 9, "fps": 24.0, **more,
+    }
+
+
+def ltx23():
+    return diffusers.LTX2VideoTransformer3DModel(
+        **LTX2, rope_type="split", gated_attn=True, cross_attn_mod=True, audio_gated_attn=True,
+        audio_cross_attn_mod=True, perturbed_attn=True,
+    )
+
+
+def ltx23_inputs():
+    sigma = torch.full((2,), 500.0)
+    # one row skips attention in one block
+    perturbed = {"spatio_temporal_guidance_blocks": [1], "perturbation_mask": torch.tensor([0.0, 1.0])}
+    return ltx2_inputs(sigma=sigma, audio_sigma=sigma, use_cross_timestep=True, **perturbed)
+
+
+def easyanimate():
+    return diffusers.EasyAnimateTransformer3DModel(
+        attention_head_dim=16, num_attention_heads=2, in_channels=4, out_channels=4, num_layers=2, mmdit_layers=1,
+        patch_size=2, text_embed_dim=16, text_embed_dim_t5=12, time_embed_dim=8, time_position_encoding_type="3d_rope",
+    )
+
+
+def easyanimate_inputs():
+    return {
+        "hidden_states": random(2, 4, 3, 6, 10), "timestep": torch.full((2,), 500),
+        "encoder_hidden_states": random(2, TEXT, 16), "encoder_hidden_states_t5": random(2, 6, 12),
+    }
+
+
+def consisid():
+    return diffusers.ConsisIDTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4, time_embed_dim=8,
+        text_embed_dim=16, num_layers=2, sample_width=10, sample_height=6, sample_frames=9, patch_size=2,
+        max_text_seq_length=TEXT, use_rotary_positional_embeddings=True, is_train_face=True, cross_attn_interval=1,
+        cross_attn_dim_head=8, cross_attn_num_heads=2, LFE_id_dim=2, LFE_vit_dim=2, LFE_depth=5, LFE_dim_head=8,
+        LFE_num_heads=2, LFE_num_id_token=1, LFE_num_querie=1, LFE_output_dim=21, LFE_ff_mult=1, LFE_num_scale=1,
+    )
+
+
+def consisid_inputs():
+    from diffusers.models.embeddings import get_3d_rotary_pos_embed
+
+    rotary = get_3d_rotary_pos_embed(16, ((0, 0), (3, 5)), (3, 5), 3)
+    return {**cogvideox_inputs(2, 3, rotary), "id_cond": random(2, 2), "id_vit_hidden": [random(2, 2, 2)]}
+
+
+def cosmos25():
+    return diffusers.CosmosTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=12, num_layers=2, mlp_ratio=2,
+        text_embed_dim=16, adaln_lora_dim=4, max_size=(4, 32, 32), patch_size=(1, 2, 2), rope_scale=(2.0, 1.0, 1.0),
+        concat_padding_mask=False, extra_pos_embed_type=None, img_context_dim_in=8, img_context_num_tokens=4,
+        img_context_dim_out=24,
+    )
+
+
+def cosmos25_inputs():
+    return {**cosmos_inputs(), "encoder_hidden_states": (random(2, 12, 16), random(2, 4, 8))}
+
+
+def cosmos3(**more):
+    return diffusers.Cosmos3OmniTransformer(
+        head_dim=16, hidden_size=32, intermediate_size=64, latent_channel=4, latent_patch_size=2,
+        num_attention_heads=4, num_hidden_layers=2, num_key_value_heads=2, patch_latent_dim=16, vocab_size=64,
+        rope_axes_dim=(4, 2, 2), **more,
+    )
+
+
+def cosmos3_action():
+    return cosmos3(action_gen=True, action_dim=3, num_embodiment_domains=4)
+
+
+def cosmos3_inputs(text=7, action=0):
+    video, generator = 45, torch.Generator().manual_seed(0)
+    places = torch.arange(text, text + video)
+    inputs = {
+        "input_ids": torch.randint(0, 64, (text,), generator=generator), "text_indexes": torch.arange(text),
+        "position_ids": torch.randint(0, 20, (3, text + video + action), generator=generator), "und_len": text,
+        "sequence_length": text + video + action, "vision_tokens": [random(1, 4, 3, 6, 10)],
+        "vision_token_shapes": [(3, 3, 5)], "vision_sequence_indexes": places, "vision_mse_loss_indexes": places,
+        "vision_timesteps": torch.full((video,), 500.0), "vision_noisy_frame_indexes": [torch.arange(3)],
+    }
+    if action:
+        places = torch.arange(text + video, text + video + action)
+        inputs |= {
+            "action_tokens": [random(action, 3)], "action_token_shapes": [(action, 1, 1)],
+            "action_sequence_indexes": places, "action_mse_loss_indexes": places,
+            "action_timesteps": torch.full((action,), 500.0), "action_noisy_frame_indexes": [torch.arange(action)],
+            "action_domain_ids": [torch.tensor(1)],
+        }
+    return inputs
+
+
+def motif_video(**more):
+    return diffusers.MotifVideoTransformer3DModel(
+        in_channels=9, out_channels=4, num_attention_heads=2, attention_head_dim=16, num_layers=1,
+        num_single_layers=2, patch_size=2, patch_size_t=1, text_embed_dim=16, rope_axes_dim=(4, 6, 6), **more,
+    )
+
+
+def motif_video_decoder():
+    return motif_video(
+        num_decoder_layers=1, enable_text_cross_attention_dual=True, enable_text_cross_attention_single=True,
+        image_embed_dim=12,
+    )
+
+
+def motif_inputs(**more):
+    return {
+        "hidden_states": random(2, 9, 3, 6, 10), "timestep": torch.full((2,), 500.0),
+        "encoder_hidden_states": random(2, TEXT, 16),
+        "encoder_attention_mask": (torch.arange(TEXT)[None] < torch.tensor([[TEXT], [4]])).long(), **more,
+    }
+
+
+def minimax_h3():
+    return diffusers.MiniMaxH3Transformer3DModel(
+        num_attention_heads=2, attention_head_dim=12, hidden_size=24, num_layers=2, num_refiner_layers=1, ffn_dim=32,
+        in_channels=4, audio_in_channels=4, patch_size=(1, 2, 2), text_dim=16, freq_dim=16, time_embed_hidden_dim=24,
+        time_embed_dim=12, rope_freq_dim=2,
+    )
+
+
+def minimax_inputs(text=7, conditions=1, audio=4):
+    frame = torch.cartesian_prod(torch.arange(3.0), torch.arange(5.0))
+
+    def frames_at(*times):
+        return [torch.cat([torch.full((15, 1), time), frame], dim=1) for time in times]
+
+    words = torch.stack([torch.arange(float(text)), torch.zeros(text), torch.zeros(text)], dim=1)
+    sound = torch.tensor([[text + i, 0.0, 0.0] for i in range(audio)]).reshape(audio, 3)
+    start = float(text)
+    # a frame to begin with has the time of the first one
+    positions = [words, *frames_at(*[start] * conditions), sound, *frames_at(start, start + 2, start + 4)]
+    ahead = text + 15 * conditions
+    tokens = ahead + audio + 45
+    tags = torch.tensor([1] * text + [0] * (15 * conditions) + [2] * audio + [0] * 45)
+    return {
+        "hidden_states": random(2, 15 * conditions + 45, 16), "audio_hidden_states": random(2, audio, 4),
+        "encoder_hidden_states": random(2, text, 16), "timestep": torch.tensor([0.5, 0.0]),
+        "timestep_indices": torch.zeros(tokens, dtype=torch.long), "token_tags": tags,
+        "position_ids": torch.cat(positions), "text_indices": torch.arange(text),
+        "video_indices": torch.cat([torch.arange(text, ahead), torch.arange(ahead + audio, tokens)]),
+        "audio_indices": torch.arange(ahead, ahead + audio),
+    }
+
+
+def kandinsky6():
+    return diffusers.Kandinsky6Transformer3DModel(
+        in_visual_dim=4, out_visual_dim=4, in_text_dim=12, in_text_dim2=8, time_dim=16, patch_size=(1, 2, 2),
+        model_dim=32, ff_dim=64, num_text_blocks=1, num_visual_blocks=2, axes_dims=(4, 6, 6), visual_cond=False,
+        in_audio_dim=5, out_audio_dim=5,
+    )
+
+
+def kandinsky6_inputs():
+    return {
+        "hidden_states": random(1, 3, 6, 10, 4), "encoder_hidden_states": random(1, TEXT, 12),
+        "pooled_projections": random(1, 8), "timestep": torch.full((1,), 500.0),
+        "audio_hidden_states": random(1, 6, 5),
+        "encoder_attention_mask": (torch.arange(TEXT) < 7)[None, None, None],
+    }
+
+
+# name: (model, inputs, grid, tokens of other kinds before the video where there are some behind it too)
 CASES = {
     "hunyuan_video": (hunyuan_video, lambda: hunyuan_inputs([TEXT, 4]), (3, 3, 5)),
     "cogvideox": (cogvideox, lambda: cogvideox_inputs(2), (3, 3, 5)),
@@ -184,6 +425,27 @@ CASES = {
     "cosmos": (cosmos, cosmos_inputs, (3, 3, 5)),
     "allegro": (allegro, allegro_inputs, (3, 3, 5)),
     "kandinsky5": (kandinsky5, kandinsky5_inputs, (3, 3, 5)),
+    "hunyuan_video15": (hunyuan_video15, hunyuan15_inputs, (3, 3, 5)),
+    "hunyuan_video15_t2v": (hunyuan_video15, lambda: hunyuan15_inputs(image=False), (3, 3, 5)),
+    "mochi": (mochi, mochi_inputs, (3, 3, 5)),
+    "framepack": (framepack, lambda: framepack_inputs([TEXT, 4]), (3, 3, 5), FRAMEPACK_HISTORY),
+    "framepack_alone": (framepack, lambda: framepack_inputs([4]), (3, 3, 5), FRAMEPACK_HISTORY),
+    "ltx2": (lambda: diffusers.LTX2VideoTransformer3DModel(**LTX2), ltx2_inputs, (3, 3, 5)),
+    "ltx2_conditions": (
+        lambda: diffusers.LTX2VideoTransformer3DModel(**LTX2),
+        lambda: ltx2_inputs(7, video_coords=random(2, 3, 52, 2).abs()), (3, 3, 5),
+    ),
+    "ltx23": (ltx23, ltx23_inputs, (3, 3, 5)),
+    "easyanimate": (easyanimate, easyanimate_inputs, (3, 3, 5)),
+    "consisid": (consisid, consisid_inputs, (3, 3, 5)),
+    "cosmos25": (cosmos25, cosmos25_inputs, (3, 3, 5)),
+    "cosmos3": (cosmos3, cosmos3_inputs, (3, 3, 5)),
+    "cosmos3_action": (cosmos3_action, lambda: cosmos3_inputs(action=4), (3, 3, 5), 7),
+    "motif_video": (motif_video, motif_inputs, (3, 3, 5)),
+    "motif_video_decoder": (motif_video_decoder, lambda: motif_inputs(image_embeds=random(2, 5, 12)), (3, 3, 5)),
+    "minimax_h3": (minimax_h3, minimax_inputs, (3, 3, 5)),
+    "minimax_h3_silent": (minimax_h3, lambda: minimax_inputs(audio=0), (3, 3, 5)),
+    "kandinsky6": (kandinsky6, kandinsky6_inputs, (3, 3, 5)),
 }
 
 
@@ -210,7 +472,7 @@ def case(request):
 
 
 def make_case(name):
-    build, inputs, grid = CASES[name]
+    build, inputs, grid, *leading = CASES[name]
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = build().eval()
@@ -218,17 +480,22 @@ def make_case(name):
             # a gate that starts at zero would hide what attention does
             if not parameter.any():
                 torch.nn.init.normal_(parameter, std=0.3)
-    return lambda: copy.deepcopy(model), inputs(), grid
+    return lambda: copy.deepcopy(model), inputs(), grid, sum(leading)
 
 
 @torch.no_grad()
 def run(transformer, inputs, device="cpu"):
     def move(x):
-        return tuple(map(move, x)) if isinstance(x, tuple) else x.to(device) if isinstance(x, torch.Tensor) else x
+        if isinstance(x, (tuple, list)):
+            return type(x)(map(move, x))
+        return x.to(device) if isinstance(x, torch.Tensor) else x
+
+    def tensors(x):
+        return [x] if isinstance(x, torch.Tensor) else [y for part in x or () for y in tensors(part)]
 
     transformer.to(device)
-    out = transformer(**{name: move(x) for name, x in inputs.items()}, return_dict=False)
-    return (out if isinstance(out, torch.Tensor) else out[0]).cpu()
+    outputs = tensors(transformer(**{name: move(x) for name, x in inputs.items()}, return_dict=False))
+    return (outputs[0] if len(outputs) == 1 else torch.cat([x.flatten() for x in outputs])).cpu()
 
 
 def put_on(transformer, config=None):
@@ -241,7 +508,7 @@ def put_on(transformer, config=None):
 
 
 def test_density_one_equals_the_default_processor(case_and_device):
-    make, inputs, grid, device = case_and_device
+    make, inputs, grid, _, device = case_and_device
     expected = run(make(), inputs)
     transformer = make()
     processor = put_on(transformer, SPARSE.replace(density=1.0))
@@ -250,7 +517,7 @@ def test_density_one_equals_the_default_processor(case_and_device):
 
 
 def test_the_default_config_stays_dense_here_and_equals_the_default_processor(case_and_device):
-    make, inputs, _, device = case_and_device
+    make, inputs, _, _, device = case_and_device
     expected = run(make(), inputs)
     transformer = make()
     put_on(transformer)
@@ -258,25 +525,30 @@ def test_the_default_config_stays_dense_here_and_equals_the_default_processor(ca
 
 
 def test_sparse_equals_the_familys_mask_through_the_default_processor(case_and_device, monkeypatch):
-    make, inputs, _, device = case_and_device
+    make, inputs, _, leading, device = case_and_device
     transformer = make()
     processor = put_on(transformer, SPARSE)
     sparse = run(transformer, inputs, device)
     plan, report = processor.record.plan, processor.report()
     assert 0.5 < report.sparse_pair_density <= 0.6 and report.kinds.max() <= 1
-    batch = inputs["hidden_states"].shape[0]
-    by_layer = torch.from_numpy(report.kinds[0]).reshape(-1, batch, 2).long()
-    # layers are numbered as the modules stand; VACE runs its own blocks before the others
-    kinds = iter([by_layer[layer] for layer in processor.record.forwards[-1].kinds])
-    rows = range(plan.grid.tokens)
-    masks = torch.stack([torch.from_numpy(keep(pattern, plan.grid, rows, rows)) for pattern in plan.patterns])
+    # kinds of every batch row and head, in the order in which the layers ran
+    kinds = iter([row for layer in processor.record.forwards[-1].kinds.values() for row in layer.cpu().long()])
+    grid = plan.grid
+    start = leading or grid.video_start
+    rows = range(grid.video_start, grid.video_start + grid.video_tokens)
+    masks = torch.stack([torch.from_numpy(keep(pattern, grid, rows, rows)) for pattern in plan.patterns])
 
     # the masks go in where the default processors meet torch, so neither work table nor wrapper takes part
     attention = torch.nn.functional.scaled_dot_product_attention
 
     def masked(query, key, value, attn_mask=None, **kwargs):
-        if query.shape[2] == key.shape[2] == plan.grid.tokens:
-            mask = masks[next(kinds)]
+        tokens, missing = key.shape[2], key.shape[2] - query.shape[2]
+        # the queries may be the generated tokens alone
+        if missing in (0, start) and query.shape[2] >= grid.video_tokens:
+            mask = torch.ones(*query.shape[:2], tokens, tokens, dtype=torch.bool)
+            end = start + grid.video_tokens
+            mask[:, :, start:end, start:end] = masks[torch.stack([next(kinds) for _ in query])]
+            mask = mask[:, :, missing:]
             attn_mask = mask if attn_mask is None else mask & attn_mask
         return attention(query, key, value, attn_mask=attn_mask, **kwargs)
 
@@ -287,7 +559,7 @@ def test_sparse_equals_the_familys_mask_through_the_default_processor(case_and_d
 
 
 def test_restoring_gives_the_default_result_bitwise(case):
-    make, inputs, _ = case
+    make, inputs, *_ = case
     transformer = make()
     expected = run(transformer, inputs)
     before = [getattr(module, "processor", None) for module in transformer.modules()]
@@ -303,33 +575,73 @@ def test_restoring_gives_the_default_result_bitwise(case):
     assert torch.equal(run(transformer, inputs), expected)
 
 
-@pytest.mark.parametrize("device", ["cpu", "xla"])
-def test_hunyuan_rows_with_different_text_lengths_equal_their_own_runs(device):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        transformer = hunyuan_video().eval()
-    transformer.set_attn_processor(SparseVideoAttnProcessor(SPARSE))
-    inputs = hunyuan_inputs([TEXT, 4])
+MASKED_TEXT = {
+    "hunyuan_video": hunyuan_inputs, "hunyuan_video15": hunyuan15_inputs, "framepack": framepack_inputs,
+    "mochi": lambda lengths: mochi_inputs(), "motif_video": lambda lengths: motif_inputs(),
+}
+
+
+@pytest.mark.parametrize(("name", "device"), [*((name, "cpu") for name in MASKED_TEXT), ("hunyuan_video", "xla")])
+def test_rows_with_different_text_lengths_equal_their_own_runs(name, device):
+    make, *_ = make_case(name)
+    transformer = make()
+    torch_svg.enable(transformer, SPARSE)
+    inputs = MASKED_TEXT[name]([TEXT, 4])
     both = run(transformer, inputs, device)
     for row in range(2):
-        alone = {name: value[row : row + 1] for name, value in inputs.items()}
+        alone = {
+            name: value if name.startswith("indices") else value[row : row + 1] for name, value in inputs.items()
+        }
         assert_close(f"row {row}", run(transformer, alone, device)[0], both[row], 1e-5)
     changed = {name: value.clone() for name, value in inputs.items()}
     changed["encoder_hidden_states"][1, 4:] += 100
     assert torch.equal(run(transformer, changed, device), both), "padded text must not matter"
 
 
-def test_hunyuan_token_refiner_is_bitwise_unchanged():
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        transformer = hunyuan_video().eval()
-    inputs = hunyuan_inputs([TEXT, 4])
+# modules that come before the first video attention, so that nothing may change in them
+UNTOUCHED = {
+    "hunyuan_video": "context_embedder", "hunyuan_video15": "context_embedder", "framepack": "context_embedder",
+    "minimax_h3": "token_refiner", "ltx2": "transformer_blocks.0.audio_attn1",
+    "kandinsky6": "video_text_transformer_blocks.0",
+}
+
+
+@pytest.mark.parametrize("name", UNTOUCHED)
+def test_refiners_and_audio_are_bitwise_unchanged(name):
+    make, inputs, *_ = make_case(name)
+    transformer = make()
     outputs = []
-    transformer.context_embedder.register_forward_hook(lambda module, args, output: outputs.append(output))
-    run(transformer, inputs)
-    transformer.set_attn_processor(SparseVideoAttnProcessor(SPARSE))
-    run(transformer, inputs)
+    module = transformer.get_submodule(UNTOUCHED[name])
+    module.register_forward_hook(lambda module, args, output: outputs.append(output))
+    expected = run(transformer, inputs)
+    put_on(transformer, SPARSE)
+    assert not torch.equal(run(transformer, inputs), expected)
     assert torch.equal(outputs[0], outputs[1])
+
+
+ONLY_VIDEO = {
+    "ltx2": ["transformer_blocks.0.attn1", "transformer_blocks.1.attn1"],
+    "kandinsky6": [f"visual_transformer_blocks.{i}.video_dec_block.self_attention" for i in range(2)],
+    "minimax_h3": ["transformer_blocks.0.attn", "transformer_blocks.1.attn"],
+    "hunyuan_video15": ["transformer_blocks.0.attn", "transformer_blocks.1.attn"],
+    "motif_video": [
+        "transformer_blocks.0.attn", "single_transformer_blocks.0.attn", "single_transformer_blocks.1.attn"
+    ],
+    "mochi": ["transformer_blocks.0.attn1", "transformer_blocks.1.attn1"],
+    "cosmos3": ["layers.0.self_attn", "layers.1.self_attn"],
+    "easyanimate": ["transformer_blocks.0.attn1", "transformer_blocks.1.attn1"],
+}
+
+
+@pytest.mark.parametrize("name", ONLY_VIDEO)
+def test_only_video_self_attention_is_replaced(name):
+    make, *_ = make_case(name)
+    transformer = make()
+    processor = torch_svg.enable(transformer, SPARSE)
+    replaced = [
+        path for path, module in transformer.named_modules() if getattr(module, "processor", None) is processor
+    ]
+    assert replaced == ONLY_VIDEO[name]
 
 
 def test_a_mask_that_is_not_a_key_prefix_is_refused():
@@ -345,3 +657,115 @@ def test_a_mask_that_is_not_a_key_prefix_is_refused():
     attn.forward = lambda *a, **k: forward(*a, **{**k, "attention_mask": torch.ones(1, tokens, tokens)})
     with pytest.raises(NotImplementedError, match="mask of shape"):
         run(transformer, inputs)
+
+
+def ltx_condition_pipeline():
+    blocks = {
+        "block_out_channels": (8,) * 4, "decoder_block_out_channels": (8,) * 4, "layers_per_block": (1,) * 5,
+        "decoder_layers_per_block": (1,) * 5, "spatio_temporal_scaling": (True, True, True, False),
+        "decoder_spatio_temporal_scaling": (True, True, True, False), "decoder_inject_noise": (False,) * 5,
+        "upsample_residual": (False,) * 4, "upsample_factor": (1,) * 4,
+    }
+    vae = diffusers.AutoencoderKLLTXVideo(
+        in_channels=3, out_channels=3, latent_channels=4, timestep_conditioning=False, patch_size=4, patch_size_t=1,
+        encoder_causal=True, decoder_causal=False, **blocks,
+    )
+    pipe = diffusers.LTXConditionPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(), vae=vae, text_encoder=None, tokenizer=None,
+        transformer=ltx(),
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.mark.parametrize(("frame_index", "conditions"), [(0, 0), (8, 15)])
+def test_ltx_conditions_stand_before_the_grid_that_the_pipeline_knows(frame_index, conditions):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        pipe = ltx_condition_pipeline()
+
+    def latents():
+        return pipe(
+            image=[random(1, 3, 96, 160).clamp(0, 1)], frame_index=[frame_index], prompt_embeds=random(1, TEXT, 16),
+            prompt_attention_mask=torch.ones(1, TEXT), height=96, width=160, num_frames=17, guidance_scale=1.0,
+            num_inference_steps=2, generator=torch.Generator().manual_seed(0), output_type="latent",
+        ).frames
+
+    expected = latents()
+    with torch_svg.sparse_attention(pipe, SPARSE.replace(density=1.0)) as processor:
+        assert_close("latents", latents(), expected, 1e-5)
+    grid = processor.record.plan.grid
+    assert (grid.frames, grid.height, grid.width) == (3, 3, 5)
+    assert grid.text_tokens == conditions and grid.text_first == (conditions > 0)
+    with torch_svg.sparse_attention(pipe, SPARSE):
+        assert not torch.equal(latents(), expected)
+
+
+def test_packed_latents_without_a_grid_are_refused():
+    for build, inputs in ((ltx, ltx_inputs()), (lambda: diffusers.LTX2VideoTransformer3DModel(**LTX2), ltx2_inputs())):
+        transformer = build().eval()
+        torch_svg.enable(transformer, SPARSE)
+        with pytest.raises(NotImplementedError, match="grid of these 45 tokens is not known"):
+            run(transformer, {**inputs, "num_frames": None})
+
+
+def test_a_weighted_mask_over_the_video_is_refused():
+    transformer = diffusers.LTX2VideoTransformer3DModel(**LTX2).eval()
+    torch_svg.enable(transformer, SPARSE)
+    with pytest.raises(NotImplementedError, match="mask of shape"):
+        run(transformer, ltx2_inputs(video_self_attention_mask=torch.ones(2, 45, 45)))
+
+
+def test_cosmos3_takes_one_video_right_after_the_text():
+    transformer = cosmos3().eval()
+    torch_svg.enable(transformer, SPARSE)
+    inputs = cosmos3_inputs(action=4)
+    moved = {**cosmos3_inputs(), "vision_sequence_indexes": torch.arange(7, 52).flip(0)}
+    with pytest.raises(NotImplementedError, match="right after the 7 text tokens"):
+        run(transformer, moved)
+    torch_svg.enable(transformer, SPARSE)
+    with pytest.raises(NotImplementedError, match="2 videos and images"):
+        run(transformer, {**inputs, "vision_token_shapes": [(1, 3, 5), (2, 3, 5)]})
+
+
+def sana_video():
+    return diffusers.SanaVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=12, num_layers=1,
+        num_cross_attention_heads=2, cross_attention_head_dim=12, cross_attention_dim=24, caption_channels=16,
+        mlp_ratio=2.5, sample_size=8, patch_size=(1, 2, 2), rope_max_seq_len=32,
+    )
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+def test_an_unserved_transformer_is_refused_with_its_reason(name):
+    transformer = type(name, (torch.nn.Module,), {})()
+    with pytest.raises(NotImplementedError, match=re.escape(f"{name}: {UNSERVED[name]}")):
+        torch_svg.enable(transformer)
+
+
+def test_a_transformer_of_another_kind_is_refused_before_anything_changes():
+    transformer = sana_video().eval()
+    before = list(transformer.attn_processors.values())
+    with pytest.raises(NotImplementedError, match="linear"):
+        torch_svg.enable(transformer)
+    assert list(transformer.attn_processors.values()) == before
+
+
+# transformers of diffusers that make no video
+NO_VIDEO = re.compile(r"\w+(1D|2D)Model|LongCatAudioDiTTransformer|PriorTransformer|RFD4ProteinaTransformer")
+# one attention block of a UNet, not a transformer of its own
+NOT_A_MODEL = {"TransformerTemporalModel"}
+
+
+def test_every_video_transformer_of_diffusers_is_served_or_named_with_its_reason():
+    served = {name for family in FAMILIES for name in family.transformers}
+    exported = {
+        name
+        for name in dir(diffusers)
+        if "Transformer" in name
+        and isinstance(getattr(diffusers, name), type)
+        and issubclass(getattr(diffusers, name), diffusers.ModelMixin)
+    }
+    video = {name for name in exported if not NO_VIDEO.fullmatch(name)} - NOT_A_MODEL
+    assert not served & set(UNSERVED)
+    assert video == served | set(UNSERVED)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from .callsite import running_step
-from .families import Family, forward_inputs
+from .families import Family, forward_inputs, set_processor
 from .grid import TokenGrid
 from .pattern import Pattern, Plan, sparse_plan
 
@@ -30,12 +30,21 @@ class Layer:
 
 @dataclass
 class ForwardState:
-    """What the layers of the running forward need to know."""
+    """What the layers of the running forward need to know.
+
+    ``leading_tokens`` stand before the video and are counted as text after it; ``layer_plans`` are those of video
+    layers whose sequence is another one than the others'.
+    """
 
     plan: Plan
     step: int
     dense_flags: torch.Tensor | None
     dense_reason: str | None
+    leading_tokens: int
+    layer_plans: dict[int, Plan]
+
+    def plan_of(self, layer: Layer) -> Plan:
+        return self.layer_plans.get(layer.video_index, self.plan)
 
 
 class StepCounter:
@@ -89,7 +98,7 @@ class Binding:
         self.layers: dict[torch.nn.Module, Layer] = {}
         for path, module in transformer.named_modules():
             if getattr(module, "processor", None) is processor:
-                original = wrapped.get(path) or family.default_processor_of(path, module)
+                original = wrapped.get(path) or family.default_processor_of(transformer, path, module)
                 self.layers[module] = Layer(path, original, order.get(path))
         self.state: ForwardState | None = None
         self._video_order = order
@@ -106,7 +115,7 @@ class Binding:
         """Adds a module in which the processor was set after the others."""
         path = next(path for path, other in self.transformer.named_modules() if other is module)
         layer = self.layers[module] = Layer(
-            path, self.family.default_processor_of(path, module), self._video_order.get(path)
+            path, self.family.default_processor_of(self.transformer, path, module), self._video_order.get(path)
         )
         return layer
 
@@ -115,7 +124,7 @@ class Binding:
         self._hook.remove()
         for module, layer in self.layers.items():
             if module.processor is self.processor:
-                module.set_processor(layer.processor)
+                set_processor(module, layer.processor)
 
     def begin_forward(self, transformer, args: tuple, kwargs: dict) -> None:
         """Prepares a forward: grid, plan, step, dense layers.
@@ -133,14 +142,21 @@ class Binding:
 
     def _new_state(self, transformer, inputs: dict) -> ForwardState:
         processor, config = self.processor, self.processor.config
-        grid = self.family.grid(transformer, inputs)
-        resolved = config.resolve(self.family.preset(transformer, grid), grid.video_tokens)
+        family = self.family
+        grid = family.grid(transformer, inputs)
+        leading_tokens = family.leading_tokens(transformer, inputs) if family.leading_tokens else 0
+        resolved = config.resolve(family.preset(transformer, grid), grid.video_tokens)
         if resolved.dense_reason is None:
-            plan = plan_for(grid, resolved.density, config.density_rule, config.sink)
+            rules = (resolved.density, config.density_rule, config.sink)
         else:
-            plan = plan_for(grid, 1.0, "pairs", "none")
+            rules = (1.0, "pairs", "none")
+        plan = plan_for(grid, *rules)
+        layer_plans = {}
+        if family.layer_grid is not None:
+            for path, index in self._video_order.items():
+                layer_plans[index] = plan_for(family.layer_grid(transformer, path, grid), *rules)
         pipeline_step, num_steps = running_step()
-        step, fresh = processor.counter.advance(inputs.get("timestep"), pipeline_step)
+        step, fresh = processor.counter.advance(inputs.get(family.timestep_argument), pipeline_step)
         if fresh:
             processor.record.start_generation()
         record = processor.record
@@ -150,14 +166,17 @@ class Binding:
             if not self._warned:
                 logger.warning("sparse video attention stays dense: %s", resolved.dense_reason)
                 self._warned = True
-            return ForwardState(plan, step, None, resolved.dense_reason)
+            return ForwardState(plan, step, None, resolved.dense_reason, leading_tokens, layer_plans)
         dense_step = step < resolved.warmup_count(num_steps)
         dense_layers = resolved.dense_layer_count(self.num_video_layers)
         record.dense_layers.update(range(dense_layers))
         if dense_step:
             record.dense_steps.add(step)
         flags = tuple(dense_step or layer < dense_layers for layer in range(self.num_video_layers))
-        return ForwardState(plan, step, _flags_on(flags, inputs["hidden_states"].device), None)
+        # a model that packs its latents into lists has no tensor of this name
+        latents = inputs.get("hidden_states")
+        device = latents.device if isinstance(latents, torch.Tensor) else next(transformer.parameters()).device
+        return ForwardState(plan, step, _flags_on(flags, device), None, leading_tokens, layer_plans)
 
 
 class _ForwardHook:

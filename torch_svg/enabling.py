@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 
 from .config import SparseVideoConfig
-from .families import family_of
+from .families import family_of, set_processor
 from .processor import SparseVideoAttnProcessor
 
 # names under which diffusers pipelines keep their video transformers
-_TRANSFORMERS = ("transformer", "transformer_2", "transformer_3")
+_TRANSFORMERS = ("transformer", "transformer_2", "transformer_3", "transformer_ref")
 
 
 def enable(pipe_or_transformer, config: SparseVideoConfig | None = None) -> SparseVideoAttnProcessor:
@@ -38,7 +38,7 @@ def enable(pipe_or_transformer, config: SparseVideoConfig | None = None) -> Spar
         modules = family.video_attention_modules(transformer)
         wrapped = {path: module.processor for path, module in modules.items()}
         for module in modules.values():
-            module.set_processor(processor)
+            set_processor(module, processor)
         processor.bind(transformer, wrapped)
     return processor
 

@@ -20,18 +20,21 @@ BACKEND_NAME = "torch_svg"
 Core = Callable[..., torch.Tensor]
 
 _core: contextvars.ContextVar[Core | None] = contextvars.ContextVar("torch_svg_core", default=None)
+_causal_calls: contextvars.ContextVar[bool] = contextvars.ContextVar("torch_svg_causal_calls", default=False)
 
 
 @contextlib.contextmanager
-def intercept_core(processor, core: Core):
+def intercept_core(processor, core: Core, *, causal_calls: bool = False):
     """Within the block, ``processor`` computes attention with ``core`` instead of its own.
 
     Args:
         processor: A diffusers attention processor.
         core: ``core(query, key, value, mask, scale)`` with (batch, tokens, heads, head_dim) tensors; ``mask`` and
-            ``scale`` as the processor gives them, or None.
+            ``scale`` as the processor gives them, or None. With fewer key heads than query heads, the core gets
+            every key head as often as it is used.
+        causal_calls: Whether calls that are causal run as torch computes them; otherwise they are refused.
     """
-    token = _core.set(core)
+    token, causal_token = _core.set(core), _causal_calls.set(causal_calls)
     try:
         if hasattr(type(processor), "_attention_backend"):
             before = processor._attention_backend
@@ -45,6 +48,7 @@ def intercept_core(processor, core: Core):
                 yield
     finally:
         _core.reset(token)
+        _causal_calls.reset(causal_token)
 
 
 def backend_member():
@@ -84,12 +88,16 @@ def _dispatched_core(
             f"the attention backend {BACKEND_NAME!r} works through SparseVideoAttnProcessor only: use "
             "transformer.set_attn_processor(SparseVideoAttnProcessor()), not set_attention_backend"
         )
-    if is_causal or dropout_p or enable_gqa:
-        raise NotImplementedError(
-            f"attention with {is_causal=}, {dropout_p=}, {enable_gqa=} is not served; expected a plain one"
-        )
+    if (is_causal and not _causal_calls.get()) or dropout_p:
+        raise NotImplementedError(f"attention with {is_causal=}, {dropout_p=} is not served; expected a plain one")
     if _parallel_config is not None:
         raise NotImplementedError(PARALLEL_CONFIG_MESSAGE)
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], dim=2) for x in (key, value))
+    if is_causal:
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, is_causal=True, scale=scale)
+        return out.transpose(1, 2)
     return core(query, key, value, attn_mask, scale)
 
 

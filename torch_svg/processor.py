@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from . import attention, interception
-from .binding import Binding, ForwardState, Layer, StepCounter
+from .binding import Binding, Layer, StepCounter
 from .callsite import running_forward
 from .config import SparseVideoConfig
-from .families import family_of
+from .families import TextMask, family_of, set_processor
 from .grid import TokenGrid
 from .kernels.tuning import blocks_for, small_blocks_for
-from .pattern import pair_density
+from .pattern import Plan, pair_density
 from .report import RunRecord, RunReport
 from .routing import choose_kinds, sample_rows
 from .worktable import tile_density
@@ -67,23 +67,27 @@ class SparseVideoAttnProcessor:
         binding, layer = self._layers.get(attn) or self._bind_running(attn)
         state = binding.state
         if layer.video_index is None:
-            return self._run_other(state, layer, attn, hidden_states, *args, **kwargs)
+            return self._run_other(layer, attn, hidden_states, *args, **kwargs)
         if state.dense_reason is not None:
             self.record.fallbacks[state.dense_reason] += 1
-            return self._run_other(state, layer, attn, hidden_states, *args, **kwargs)
-        rotary = None
-        family = binding.family
-        if family.rotary_argument is not None and hidden_states.device.type == "xla":
-            args, kwargs, rotary = _take_argument(layer.processor, family.rotary_argument, hidden_states, args, kwargs)
+            if hidden_states.device.type != "xla":
+                return self._run_other(layer, attn, hidden_states, *args, **kwargs)
+            return self._run_video(binding, layer, _dense_core, attn, hidden_states, args, kwargs)
+        chosen = []
 
-        def core(query, key, value, mask, scale):
-            text_lengths = None if mask is None else _text_lengths(mask, query, state.plan.grid, layer.path)
-            if rotary is not None:
-                query, key = family.apply_rotary(query, rotary), family.apply_rotary(key, rotary)
-            return self._sparse_core(state, layer, query, key, value, text_lengths, scale)
+        def core(query, key, value, text_lengths, scale, plan):
+            dense = state.dense_flags[layer.video_index]
+            out, kinds, errors = self._sparse_core(plan, dense, query, key, value, text_lengths, scale)
+            chosen.append((kinds, errors))
+            return out
 
-        with interception.intercept_core(layer.processor, core):
-            return layer.processor(attn, hidden_states, *args, **kwargs)
+        out = self._run_video(binding, layer, core, attn, hidden_states, args, kwargs)
+        if len(chosen) > 1:
+            # a processor that loops over the batch has called the core once for every row
+            chosen = [tuple(torch.cat(parts) for parts in zip(*chosen, strict=True))]
+        for kinds, errors in chosen:
+            self.record.layer(layer.video_index, kinds, errors)
+        return out
 
     def report(self) -> RunReport:
         """What the last generation computed (fetches it from the device)."""
@@ -176,8 +180,37 @@ class SparseVideoAttnProcessor:
         binding.begin_forward(forward.model, forward.args, forward.kwargs)
         return self._layers[attn]
 
-    def _run_other(self, state: ForwardState, layer: Layer, attn, hidden_states, *args, **kwargs):
-        """Attention that is not sparse: as it was, and in linear memory where the device has no such kernel."""
+    def _run_video(self, binding: Binding, layer: Layer, core, attn, hidden_states, args, kwargs):
+        """Video self-attention: the layer's processor around ``core``, which gets the video first and then the rest
+        (or the text first), and ``(query, key, value, text_lengths, scale, plan)``."""
+        family, state = binding.family, binding.state
+        plan, leading = state.plan_of(layer), state.leading_tokens
+        rotary = None
+        if family.rotary_argument is not None and hidden_states.device.type == "xla":
+            args, kwargs, rotary = _take_argument(layer.processor, family.rotary_argument, args, kwargs)
+        text_mask = _TextMaskRows(layer, plan.grid)
+        if family.text_mask is not None:
+            args, kwargs = text_mask.take(family.text_mask, args, kwargs)
+
+        def adapted(query, key, value, mask, scale):
+            if rotary is not None:
+                query, key = family.apply_rotary(query, rotary), family.apply_rotary(key, rotary)
+            # queries of the generated tokens alone, against keys of all: give the others queries that nobody reads
+            missing = key.shape[1] - query.shape[1]
+            if missing and missing == (leading or plan.grid.video_start):
+                query = F.pad(query, (0, 0, 0, 0, missing, 0))
+            plan.grid.check_tokens(query.shape[1])
+            plan.grid.check_tokens(key.shape[1])
+            lengths = text_mask.lengths(mask, query)
+            query, key, value = (_video_first(x, leading, plan.grid.video_tokens) for x in (query, key, value))
+            out = _video_back(core(query, key, value, lengths, scale, plan), leading, plan.grid.video_tokens)
+            return out[:, missing:] if missing else out
+
+        with interception.intercept_core(layer.processor, adapted, causal_calls=family.causal_calls):
+            return layer.processor(attn, hidden_states, *args, **kwargs)
+
+    def _run_other(self, layer: Layer, attn, hidden_states, *args, **kwargs):
+        """Attention that is not the video's: as it was, and in linear memory where the device has no such kernel."""
         processor = layer.processor
         if hidden_states.device.type != "xla":
             if self._backend is not None and hasattr(type(processor), "_attention_backend"):
@@ -185,10 +218,6 @@ class SparseVideoAttnProcessor:
             return processor(attn, hidden_states, *args, **kwargs)
 
         def core(query, key, value, mask, scale):
-            if mask is not None and layer.video_index is not None:
-                text_lengths = _text_lengths(mask, query, state.plan.grid, layer.path)
-                key_lengths = text_lengths + state.plan.grid.video_tokens
-                return attention.dense_attention(query, key, value, key_lengths, scale=scale)
             if mask is not None:
                 # short masked attention (text refiners) stays what it was
                 query, key, value = (x.transpose(1, 2) for x in (query, key, value))
@@ -199,9 +228,8 @@ class SparseVideoAttnProcessor:
         with interception.intercept_core(processor, core):
             return processor(attn, hidden_states, *args, **kwargs)
 
-    def _sparse_core(self, state: ForwardState, layer: Layer, query, key, value, text_lengths, scale):
-        plan = state.plan
-        plan.grid.check_tokens(query.shape[1])
+    def _sparse_core(self, plan: Plan, dense, query, key, value, text_lengths, scale):
+        """The attention, its head kinds and probe errors; ``dense`` is a bool tensor: whether every head is."""
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         implementation = attention.choose_implementation(query.device, self.config.implementation)
         rows = sample_rows(plan.grid, self.config.sampled_rows)
@@ -210,22 +238,74 @@ class SparseVideoAttnProcessor:
         )
         kinds = choose_kinds(errors, plan)
         # dense steps and layers are data, so that one compiled graph serves the whole generation
-        kinds = torch.where(state.dense_flags[layer.video_index], torch.full_like(kinds, DENSE_KIND), kinds)
+        kinds = torch.where(dense, torch.full_like(kinds, DENSE_KIND), kinds)
         self.record.implementation, self.record.head_dim = implementation, query.shape[-1]
-        self.record.layer(layer.video_index, kinds, errors)
-        return attention.sparse_video_attention(
+        out = attention.sparse_video_attention(
             query, key, value, kinds, text_lengths, plan=plan, scale=scale, implementation=implementation
         )
+        return out, kinds, errors
 
 
 # diffusers' Attention hands a processor only the keywords that its signature names, and drops the others: name those of
 # every processor that may be wrapped
-_KEYWORDS = ("encoder_hidden_states", "attention_mask", "temb", "image_rotary_emb", "rotary_emb")
+_KEYWORDS = (
+    "encoder_hidden_states", "attention_mask", "temb", "image_rotary_emb", "rotary_emb", "query_rotary_emb",
+    "key_rotary_emb", "perturbation_mask", "all_perturbed", "image_embed_seq_len", "original_context_length",
+)
 SparseVideoAttnProcessor.__call__.__signature__ = inspect.Signature(
     [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", "attn", "hidden_states")]
     + [inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)]
     + [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in _KEYWORDS]
 )
+
+
+class _TextMaskRows:
+    """The text lengths of a layer's call, whichever way its processor gives them."""
+
+    def __init__(self, layer: Layer, grid: TokenGrid):
+        self.layer = layer
+        self.grid = grid
+        self.all_lengths: torch.Tensor | None = None
+        self.next_row = 0
+
+    def take(self, text_mask: TextMask, args, kwargs):
+        """Reads the mask from the arguments; returns them with its stand-in."""
+        processor, name = self.layer.processor, text_mask.argument
+        _, _, mask = _take_argument(processor, name, args, kwargs)
+        if mask is None:
+            raise ValueError(f"{self.layer.path} got no {name}: expected the text's padding mask (batch, text_tokens)")
+        self.all_lengths = mask.bool().sum(dim=1, dtype=torch.int32)
+        args, kwargs, _ = _take_argument(processor, name, args, kwargs, text_mask.stand_in(mask))
+        return args, kwargs
+
+    def lengths(self, mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+        """(batch,) valid text tokens of the next call of the core, which has ``query``."""
+        if self.all_lengths is None:
+            return None if mask is None else _text_lengths(mask, query, self.grid, self.layer.path)
+        start, self.next_row = self.next_row, self.next_row + query.shape[0]
+        return self.all_lengths[start : self.next_row]
+
+
+def _dense_core(query, key, value, text_lengths, scale, plan: Plan):
+    """The video's attention where it stays dense, in linear memory."""
+    key_lengths = None if text_lengths is None else text_lengths + plan.grid.video_tokens
+    return attention.dense_attention(query, key, value, key_lengths, scale=scale)
+
+
+def _video_first(x: torch.Tensor, leading: int, video_tokens: int) -> torch.Tensor:
+    """(batch, tokens, ...) with ``leading`` tokens before the video moved to behind it."""
+    if not leading:
+        return x
+    end = leading + video_tokens
+    return torch.cat([x[:, leading:end], x[:, :leading], x[:, end:]], dim=1)
+
+
+def _video_back(x: torch.Tensor, leading: int, video_tokens: int) -> torch.Tensor:
+    """Undoes ``_video_first``."""
+    if not leading:
+        return x
+    end = leading + video_tokens
+    return torch.cat([x[:, video_tokens:end], x[:, :video_tokens], x[:, end:]], dim=1)
 
 
 def _text_lengths(mask: torch.Tensor, query: torch.Tensor, grid: TokenGrid, path: str) -> torch.Tensor:
@@ -240,15 +320,12 @@ def _text_lengths(mask: torch.Tensor, query: torch.Tensor, grid: TokenGrid, path
     return mask[:, 0, 0].sum(dim=1, dtype=torch.int32) - grid.video_tokens
 
 
-def _take_argument(processor, name: str, hidden_states, args, kwargs):
-    """Removes one argument from a processor's call; returns the arguments without it, and its value."""
+def _take_argument(processor, name: str, args, kwargs, replacement=None):
+    """Replaces one argument of a processor's call; returns the new arguments, and its value."""
     place = _argument_place(type(processor), name)
     if place < len(args):
-        value = args[place]
-        args = (*args[:place], None, *args[place + 1 :])
-    else:
-        value = kwargs.pop(name, None)
-    return args, kwargs, value
+        return (*args[:place], replacement, *args[place + 1 :]), kwargs, args[place]
+    return args, {**kwargs, name: replacement}, kwargs.get(name)
 
 
 @functools.cache
@@ -262,4 +339,4 @@ def _restore_defaults(transformer, processor) -> None:
         if getattr(module, "processor", None) is processor:
             default = getattr(module, "_default_processor_cls", None)
             if default is not None:
-                module.set_processor(default())
+                set_processor(module, default())

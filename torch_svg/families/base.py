@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ..config import Preset
 from ..grid import TokenGrid
+
+
+@dataclass(frozen=True)
+class TextMask:
+    """A padding mask that a processor takes in a form of its own, which is read once and kept out of the graph.
+
+    Args:
+        argument: Processor argument that carries (batch, text_tokens), nonzero where a token is valid; the valid ones
+            are a prefix.
+        stand_in: ``stand_in(mask) -> mask``, what the processor gets instead. Whatever it makes of that never meets
+            the attention core, which has the lengths.
+    """
+
+    argument: str
+    stand_in: Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -23,11 +41,18 @@ class Family:
         video_attention: Regular expression on the module path of the video self-attention modules.
         grid: ``grid(transformer, inputs) -> TokenGrid``, with the forward's arguments by name.
         preset: ``preset(transformer, grid) -> Preset``, the published settings for this model and size.
-        default_processor: ``default_processor(path, module)`` for modules that do not name their own default class:
-            what the model's constructor puts there.
+        default_processor: ``default_processor(transformer, path, module)``: what the model's constructor puts there.
+            Default: what the module's class names.
         rotary_argument: Processor argument that carries rotary embeddings which are applied in a form that XLA
             compiles badly; the processor is then called without it and ``apply_rotary`` is used instead.
         apply_rotary: ``apply_rotary(x, rotary) -> x`` on (batch, tokens, heads, head_dim).
+        text_mask: For processors that take the text's padding other than as a bool mask over the keys.
+        leading_tokens: ``leading_tokens(transformer, inputs) -> int`` for sequences that have other tokens on both
+            sides of the video. The grid counts all of them as text after the video, in the order in which they stand.
+        layer_grid: ``layer_grid(transformer, path, grid) -> TokenGrid`` for layers whose sequence is another one.
+        causal_calls: Whether the processor attends causally among the text tokens in a call of its own, which stays
+            what it is.
+        timestep_argument: Argument of the forward by which a step is told from the next outside a pipeline.
     """
 
     name: str
@@ -35,21 +60,26 @@ class Family:
     video_attention: str
     grid: Callable[[torch.nn.Module, dict], TokenGrid]
     preset: Callable[[torch.nn.Module, TokenGrid], Preset]
-    default_processor: Callable[[str, torch.nn.Module], object] | None = None
+    default_processor: Callable[[torch.nn.Module, str, torch.nn.Module], object] | None = None
     rotary_argument: str | None = None
     apply_rotary: Callable[[torch.Tensor, object], torch.Tensor] | None = None
+    text_mask: TextMask | None = None
+    leading_tokens: Callable[[torch.nn.Module, dict], int] | None = None
+    layer_grid: Callable[[torch.nn.Module, str, TokenGrid], TokenGrid] | None = None
+    causal_calls: bool = False
+    timestep_argument: str = "timestep"
 
-    def default_processor_of(self, path: str, module: torch.nn.Module):
+    def default_processor_of(self, transformer: torch.nn.Module, path: str, module: torch.nn.Module):
         """A new default processor for an attention module.
 
         Raises:
             NotImplementedError: It is not known; use ``torch_svg.enable``, which keeps the one that is there.
         """
+        if self.default_processor is not None:
+            return self.default_processor(transformer, path, module)
         own = getattr(module, "_default_processor_cls", None)
         if own is not None:
             return own()
-        if self.default_processor is not None:
-            return self.default_processor(path, module)
         raise NotImplementedError(
             f"the default processor of {path} ({type(module).__name__}) is not known once it has been replaced: use "
             "torch_svg.enable(pipe), which keeps it"
@@ -74,6 +104,38 @@ def patched_grid(transformer: torch.nn.Module, sizes, **text) -> TokenGrid:
     if isinstance(patch, int):
         patch = (getattr(transformer.config, "patch_size_t", None) or 1, patch, patch)
     return TokenGrid(*(size // side for size, side in zip(sizes, patch, strict=True)), **text)
+
+
+def segment_tokens(sizes, patch: tuple[int, int, int], *, padded: bool = False) -> int:
+    """Tokens of a segment of latents of ``sizes`` (frames, height, width), cropped or padded to whole patches."""
+    counts = [-(-size // side) if padded else size // side for size, side in zip(sizes, patch, strict=True)]
+    return math.prod(counts)
+
+
+def host_values(tensor: torch.Tensor) -> np.ndarray:
+    """The values of an input that says where tokens stand.
+
+    A pipeline hands the same tensor to every step: it is read from the device once, not once a step.
+    """
+    version = 0 if tensor.is_inference() else tensor._version
+    reference, known_version, values = _HOST_VALUES.get(id(tensor), (lambda: None, None, None))
+    if reference() is not tensor or known_version != version:
+        for key in [key for key, (reference, *_) in _HOST_VALUES.items() if reference() is None]:
+            del _HOST_VALUES[key]
+        values = tensor.detach().cpu().numpy()
+        _HOST_VALUES[id(tensor)] = (weakref.ref(tensor), version, values)
+    return values
+
+
+_HOST_VALUES: dict[int, tuple[weakref.ref, int, np.ndarray]] = {}
+
+
+def set_processor(module: torch.nn.Module, processor) -> None:
+    """Puts a processor into an attention module; some classes have no setter."""
+    if hasattr(module, "set_processor"):
+        module.set_processor(processor)
+    else:
+        module.processor = processor
 
 
 def forward_inputs(transformer: torch.nn.Module, args: tuple, kwargs: dict) -> dict:

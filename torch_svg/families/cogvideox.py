@@ -21,7 +21,7 @@ def _preset(transformer, grid) -> Preset:
     )
 
 
-def _default_processor(path, module):
+def _default_processor(transformer, path, module):
     from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0, FusedCogVideoXAttnProcessor2_0
 
     return FusedCogVideoXAttnProcessor2_0() if module.fused_projections else CogVideoXAttnProcessor2_0()

@@ -19,7 +19,7 @@ def _preset(transformer, grid) -> Preset:
     )
 
 
-def _default_processor(path, module):
+def _default_processor(transformer, path, module):
     from diffusers.models.attention_processor import AttnProcessor2_0
     from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
 

@@ -1,4 +1,4 @@
-"""Kandinsky 5: channels-last latents, text in cross-attention."""
+"""Kandinsky 5, and the video stream of Kandinsky 6: channels-last latents, text and audio in cross-attention."""
 
 from ..config import Preset
 from ..grid import TokenGrid
@@ -21,8 +21,8 @@ def _preset(transformer, grid) -> Preset:
 
 KANDINSKY5 = Family(
     name="kandinsky5",
-    transformers=("Kandinsky5Transformer3DModel",),
-    video_attention=r"visual_transformer_blocks\.\d+\.self_attention",
+    transformers=("Kandinsky5Transformer3DModel", "Kandinsky6Transformer3DModel"),
+    video_attention=r"visual_transformer_blocks\.\d+\.(video_dec_block\.)?self_attention",
     grid=_grid,
     preset=_preset,
 )

@@ -1,19 +1,27 @@
-"""LTX-Video: latents come packed, and their grid as arguments of the forward."""
+"""LTX-Video: latents come packed, and their grid as arguments of the forward or from the pipeline that runs."""
 
+import math
+
+from ..callsite import running_call_values
 from ..config import Preset
 from ..grid import TokenGrid
 from .base import Family
 
 
 def _grid(transformer, inputs) -> TokenGrid:
+    tokens = inputs["hidden_states"].shape[1]
     sides = [inputs.get(name) for name in ("num_frames", "height", "width")]
-    if None in sides:
+    if None not in sides and math.prod(sides) == tokens:
+        return TokenGrid(*(int(side) for side in sides))
+    # this one gives the transformer coordinates; its frames of conditions stand before the video
+    sides = running_call_values("LTXConditionPipeline", ("latent_num_frames", "latent_height", "latent_width"))
+    if sides is None or math.prod(sides) > tokens:
         raise NotImplementedError(
-            "LTX latents are packed, and this pipeline gives the transformer coordinates instead of num_frames, height "
-            "and width (LTXConditionPipeline does): sparse video attention does not know their grid; use LTXPipeline "
-            "or LTXImageToVideoPipeline, or leave this pipeline dense"
+            f"LTX latents are packed, and the grid of these {tokens} tokens is not known: expected num_frames, height "
+            "and width whose product they are, or LTXConditionPipeline; leave this pipeline dense"
         )
-    return TokenGrid(*(int(side) for side in sides))
+    conditions = tokens - math.prod(sides)
+    return TokenGrid(*(int(side) for side in sides), text_tokens=conditions, text_first=conditions > 0)
 
 
 def _preset(transformer, grid) -> Preset:

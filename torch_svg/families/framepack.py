@@ -1,0 +1,44 @@
+"""Framepack: [older frames, coarser with age | frames to generate | image and text]; all but the middle stay exact."""
+
+from ..config import Preset
+from ..grid import TokenGrid
+from .base import Family, host_values, patched_grid, segment_tokens
+from .hunyuan_video import HUNYUAN_VIDEO
+
+# argument of older frames, that of their places in time, and their patch (frames, height, width)
+_HISTORY = (
+    ("latents_clean", "indices_latents_clean", (1, 2, 2)),
+    ("latents_history_2x", "indices_latents_history_2x", (2, 4, 4)),
+    ("latents_history_4x", "indices_latents_history_4x", (4, 8, 8)),
+)
+
+
+def _leading_tokens(transformer, inputs) -> int:
+    return sum(
+        segment_tokens(inputs[name].shape[2:], patch, padded=name != "latents_clean")
+        for name, places, patch in _HISTORY
+        if inputs.get(name) is not None and inputs.get(places) is not None
+    )
+
+
+def _grid(transformer, inputs) -> TokenGrid:
+    mask = inputs["encoder_attention_mask"]
+    # a batch of one has its padding cut off, for which the model reads the length on the host as well
+    prompt_tokens = int(host_values(mask).sum()) if mask.shape[0] == 1 else mask.shape[1]
+    others = _leading_tokens(transformer, inputs) + inputs["image_embeds"].shape[1] + prompt_tokens
+    return patched_grid(transformer, inputs["hidden_states"].shape[2:], text_tokens=others)
+
+
+def _preset(transformer, grid) -> Preset:
+    return Preset(density=0.25, warmup_steps=0.1, dense_layers=0.03, source="as for HunyuanVideo; no published setting")
+
+
+FRAMEPACK = Family(
+    name="framepack",
+    transformers=("HunyuanVideoFramepackTransformer3DModel",),
+    video_attention=HUNYUAN_VIDEO.video_attention,
+    grid=_grid,
+    preset=_preset,
+    default_processor=HUNYUAN_VIDEO.default_processor,
+    leading_tokens=_leading_tokens,
+)

@@ -1,0 +1,40 @@
+"""LTX-2: the video stream of a model of video and audio; audio and everything between the two stay exact."""
+
+import math
+
+from ..config import Preset
+from ..grid import TokenGrid
+from .base import Family
+
+
+def _grid(transformer, inputs) -> TokenGrid:
+    tokens = inputs["hidden_states"].shape[1]
+    sides = [inputs.get(name) for name in ("num_frames", "height", "width")]
+    if None in sides or math.prod(sides) > tokens:
+        raise NotImplementedError(
+            f"LTX-2 latents are packed, and the grid of these {tokens} tokens is not known: expected num_frames, "
+            f"height and width of the video, got {sides} (the DFR pipelines give coordinates alone); leave this "
+            "pipeline dense"
+        )
+    # frames of conditions and references stand behind the video
+    return TokenGrid(*(int(side) for side in sides), text_tokens=tokens - math.prod(sides))
+
+
+def _preset(transformer, grid) -> Preset:
+    return Preset(density=0.3, warmup_steps=0.2, dense_layers=0.03, source="as for Wan; no published setting")
+
+
+def _default_processor(transformer, path, module):
+    from diffusers.models.transformers.transformer_ltx2 import LTX2AudioVideoAttnProcessor, LTX2PerturbedAttnProcessor
+
+    return LTX2PerturbedAttnProcessor() if transformer.config.perturbed_attn else LTX2AudioVideoAttnProcessor()
+
+
+LTX2 = Family(
+    name="ltx2",
+    transformers=("LTX2VideoTransformer3DModel",),
+    video_attention=r"transformer_blocks\.\d+\.attn1",
+    grid=_grid,
+    preset=_preset,
+    default_processor=_default_processor,
+)

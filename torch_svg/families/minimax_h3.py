@@ -1,0 +1,48 @@
+"""MiniMax-H3: packed [text | conditions | audio | video] without masks; the video's grid follows from its positions."""
+
+import numpy as np
+
+from ..config import Preset
+from ..grid import TokenGrid
+from .base import Family, host_values
+
+
+def _grid(transformer, inputs) -> TokenGrid:
+    # (tokens, 3): frame, row, column; columns grow along a row, which tells a row's end
+    positions = host_values(inputs["position_ids"])
+    tokens = len(positions)
+    video = host_values(inputs["video_indices"])
+    # the last run of video tokens without a gap; conditions stand further ahead
+    run = tokens - int(video[np.flatnonzero(np.diff(video) != 1)[-1] + 1 if (np.diff(video) != 1).any() else 0])
+    times = positions[tokens - run :, 0]
+    per_frame = int((times[::-1] == times[-1]).cumprod().sum())
+    frame = positions[tokens - per_frame :, 1:]
+    height = len(np.unique(frame[:, 0]))
+    frames = 1
+    while (frames + 1) * per_frame <= run:
+        start = tokens - (frames + 1) * per_frame
+        block = positions[start : start + per_frame]
+        earlier = block[0, 0] < positions[start + per_frame, 0] and (block[:, 0] == block[0, 0]).all()
+        if not (earlier and np.array_equal(block[:, 1:], frame)):
+            break
+        frames += 1
+    if video[-1] != tokens - 1 or per_frame % height:
+        raise NotImplementedError(
+            "MiniMax-H3's video must be the last of the sequence, frame by frame, as its pipeline packs it: "
+            f"got video_indices that end at {video[-1]} of {tokens} tokens and {per_frame} tokens in {height} rows"
+        )
+    others = tokens - frames * per_frame
+    return TokenGrid(frames, height, per_frame // height, text_tokens=others, text_first=others > 0)
+
+
+def _preset(transformer, grid) -> Preset:
+    return Preset(density=0.3, warmup_steps=0.2, dense_layers=0.03, source="as for Wan; no published setting")
+
+
+MINIMAX_H3 = Family(
+    name="minimax_h3",
+    transformers=("MiniMaxH3Transformer3DModel",),
+    video_attention=r"transformer_blocks\.\d+\.attn",
+    grid=_grid,
+    preset=_preset,
+)

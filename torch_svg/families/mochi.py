@@ -1,0 +1,38 @@
+"""Mochi: text after the video; the processor takes the valid text tokens of each batch row out by their indices."""
+
+import torch
+
+from ..config import Preset
+from ..grid import TokenGrid
+from .base import Family, TextMask, patched_grid
+
+
+def _grid(transformer, inputs) -> TokenGrid:
+    text_tokens = inputs["encoder_hidden_states"].shape[1]
+    return patched_grid(transformer, inputs["hidden_states"].shape[2:], text_tokens=text_tokens)
+
+
+def _preset(transformer, grid) -> Preset:
+    return Preset(density=0.3, warmup_steps=0.2, dense_layers=0.03, source="as for Wan; no published setting")
+
+
+def _default_processor(transformer, path, module):
+    from diffusers.models.attention_processor import MochiAttnProcessor2_0
+
+    return MochiAttnProcessor2_0()
+
+
+def _keep_all(mask: torch.Tensor) -> torch.Tensor:
+    # on the host, so that looking for the valid tokens does not wait for the device; padding is masked by its length
+    return torch.ones(mask.shape, dtype=torch.bool)
+
+
+MOCHI = Family(
+    name="mochi",
+    transformers=("MochiTransformer3DModel",),
+    video_attention=r"transformer_blocks\.\d+\.attn1",
+    grid=_grid,
+    preset=_preset,
+    default_processor=_default_processor,
+    text_mask=TextMask("attention_mask", _keep_all),
+)
