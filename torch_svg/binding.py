@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .callsite import running_step
+from .callsite import running_call_values, running_step
 from .families import Family, forward_inputs, set_processor
 from .grid import TokenGrid
 from .pattern import Pattern, Plan, sparse_plan
@@ -143,6 +143,8 @@ class Binding:
     def _new_state(self, transformer, inputs: dict) -> ForwardState:
         processor, config = self.processor, self.processor.config
         family = self.family
+        if family.pipeline_values is not None:
+            inputs = {**inputs, **running_call_values(*family.pipeline_values)}
         grid = family.grid(transformer, inputs)
         leading_tokens = family.leading_tokens(transformer, inputs) if family.leading_tokens else 0
         resolved = config.resolve(family.preset(transformer, grid), grid.video_tokens)

@@ -38,19 +38,19 @@ def running_forward() -> RunningForward | None:
     return None
 
 
-def running_call_values(pipeline_class: str, names: tuple[str, ...]) -> tuple | None:
+def running_call_values(pipeline_class: str, names: tuple[str, ...]) -> dict:
     """The local variables ``names`` of the call of a pipeline of this class on the stack.
 
-    For what a pipeline knows and tells nobody. None where no such pipeline runs, or it lacks one of the names.
+    For what a pipeline knows and tells nobody. Empty where no such pipeline runs.
     """
     frame = sys._getframe(1)
     while frame is not None:
         if names[0] in frame.f_code.co_varnames:
             values = frame.f_locals
             if any(cls.__name__ == pipeline_class for cls in type(values.get("self")).__mro__):
-                return tuple(values[name] for name in names) if all(name in values for name in names) else None
+                return {name: values[name] for name in names if name in values}
         frame = frame.f_back
-    return None
+    return {}
 
 
 def running_step() -> tuple[int | None, int | None]:

@@ -52,6 +52,8 @@ class Family:
         layer_grid: ``layer_grid(transformer, path, grid) -> TokenGrid`` for layers whose sequence is another one.
         causal_calls: Whether the processor attends causally among the text tokens in a call of its own, which stays
             what it is.
+        pipeline_values: A pipeline's class name and names of local variables of its call, which join the inputs of a
+            forward that it runs: for pipelines that do not tell the transformer its grid.
         timestep_argument: Argument of the forward by which a step is told from the next outside a pipeline.
     """
 
@@ -67,6 +69,7 @@ class Family:
     leading_tokens: Callable[[torch.nn.Module, dict], int] | None = None
     layer_grid: Callable[[torch.nn.Module, str, TokenGrid], TokenGrid] | None = None
     causal_calls: bool = False
+    pipeline_values: tuple[str, tuple[str, ...]] | None = None
     timestep_argument: str = "timestep"
 
     def default_processor_of(self, transformer: torch.nn.Module, path: str, module: torch.nn.Module):

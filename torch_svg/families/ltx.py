@@ -2,10 +2,11 @@
 
 import math
 
-from ..callsite import running_call_values
 from ..config import Preset
 from ..grid import TokenGrid
 from .base import Family
+
+_PIPELINE_SIDES = ("latent_num_frames", "latent_height", "latent_width")
 
 
 def _grid(transformer, inputs) -> TokenGrid:
@@ -13,9 +14,9 @@ def _grid(transformer, inputs) -> TokenGrid:
     sides = [inputs.get(name) for name in ("num_frames", "height", "width")]
     if None not in sides and math.prod(sides) == tokens:
         return TokenGrid(*(int(side) for side in sides))
-    # this one gives the transformer coordinates; its frames of conditions stand before the video
-    sides = running_call_values("LTXConditionPipeline", ("latent_num_frames", "latent_height", "latent_width"))
-    if sides is None or math.prod(sides) > tokens:
+    # the other pipeline gives the transformer coordinates; its frames of conditions stand before the video
+    sides = [inputs.get(name) for name in _PIPELINE_SIDES]
+    if None in sides or math.prod(sides) > tokens:
         raise NotImplementedError(
             f"LTX latents are packed, and the grid of these {tokens} tokens is not known: expected num_frames, height "
             "and width whose product they are, or LTXConditionPipeline; leave this pipeline dense"
@@ -34,4 +35,5 @@ LTX = Family(
     video_attention=r"transformer_blocks\.\d+\.attn1",
     grid=_grid,
     preset=_preset,
+    pipeline_values=("LTXConditionPipeline", _PIPELINE_SIDES),
 )
