@@ -63,7 +63,7 @@ VAE_PHASES = (
     Crops(steps=300, batch=8, size=32, frames=9),
     Crops(steps=310, batch=6, size=32, frames=13, encoder=False),
     Crops(steps=60, batch=2, size=64, frames=13, encoder=False),
-    Crops(steps=200, batch=3, size=64, frames=13, encoder=False, real=0.25),
+    Crops(steps=130, batch=2, size=64, frames=13, encoder=False, real=0.25),
 )
 KL_WEIGHT = 1e-5
 

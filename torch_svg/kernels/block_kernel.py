@@ -240,20 +240,19 @@ class _QueryBlock:
     def _run_body(self, body, start, granules, slot) -> None:
         shape = self.shape
         rows, place = shape.granule_rows, start * shape.granule_rows
-        everything = (0, shape.query_rows)
         if body == TAIL:
-            self._attend(*self._slot_rows(slot, shape.tail_rows), [everything])
+            self._attend(*self._slot_rows(slot, shape.tail_rows))
         elif body == PARTIAL:
 
             def visit(granule, _):
                 keys, values = self._slot_rows(slot, rows, granule)
-                self._attend(keys, values, [everything], self._in_band_or_sink(place + granule * rows))
+                self._attend(keys, values, mask=self._in_band_or_sink(place + granule * rows))
                 return 0
 
             lax.fori_loop(0, granules, visit, 0)
         elif body < shape.first_edge:
             count = shape.full_granules[body - FIRST_FULL]
-            self._attend(*self._slot_rows(slot, count * rows), [everything] * count)
+            self._attend(*self._slot_rows(slot, count * rows))
         else:
             edge = (shape.left_edges + shape.right_edges)[body - shape.first_edge]
             is_left = body - shape.first_edge < len(shape.left_edges)
@@ -276,7 +275,7 @@ class _QueryBlock:
                 buffer[slot, pl.ds(first, units)].reshape(units * TEXT_UNIT, -1)
                 for buffer in (self.at.text_key, self.at.text_value)
             )
-            self._attend(*rows, None)
+            self._attend(*rows)
 
         pieces, rest = divmod(shape.text_units, _TEXT_UNITS)
         if pieces:
@@ -284,7 +283,7 @@ class _QueryBlock:
         if rest:
             attend(pieces * _TEXT_UNITS, rest)
 
-    def _attend(self, keys, values, columns, mask=None, whole=None) -> None:
+    def _attend(self, keys, values, columns=None, mask=None, whole=None) -> None:
         """Adds keys to the sums of the query columns that see them.
 
         Args:

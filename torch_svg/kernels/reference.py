@@ -6,6 +6,7 @@ import functools
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from ..pattern import Plan, keep
 
@@ -48,14 +49,11 @@ def reference_attention(
         # (batch, tokens)
         valid = ~is_text[None] | (token[None] < text_lengths[:, None])
     rows = max(1, min(tokens, _MAX_SCORES // (batch * heads * tokens)))
-    # (patterns, batch, heads, 1, 1)
-    chosen = torch.stack([kinds == index for index in range(len(plan.patterns))])[..., None, None]
     keys, values = (x.float().transpose(1, 2) for x in (key, value))
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     for start in range(0, tokens, rows):
         stop = min(start + rows, tokens)
-        masks = _masks(plan, start, stop).to(query.device)
-        mask = (chosen & masks[:, None, None]).any(dim=0)
+        mask = _masks(plan, start, stop).to(query.device)[kinds.long()]
         if valid is not None:
             mask = mask & valid[:, None, None, :]
         output[:, start:stop] = _attend(query[:, start:stop], keys, values, mask, scale)
@@ -96,11 +94,8 @@ def reference_dense(
 
 
 def _attend(query, keys, values, mask, scale):
-    # (batch, heads, rows, tokens); the scores are the only large tensor
-    scores = torch.matmul(query.float().transpose(1, 2), keys.transpose(2, 3)) * scale
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    return torch.matmul(torch.softmax(scores, dim=-1), values).transpose(1, 2).to(query.dtype)
+    output = F.scaled_dot_product_attention(query.float().transpose(1, 2), keys, values, mask, scale=scale)
+    return output.transpose(1, 2).to(query.dtype)
 
 
 @functools.lru_cache(maxsize=16)
