@@ -619,6 +619,53 @@ def test_refiners_and_audio_are_bitwise_unchanged(name):
     assert torch.equal(outputs[0], outputs[1])
 
 
+def test_the_mask_that_a_processor_makes_of_all_pairs_of_tokens_never_exists(monkeypatch):
+    make, inputs, *_ = make_case("hunyuan_video15")
+    transformer = make()
+    torch_svg.enable(transformer, SPARSE)
+    repeat, devices = torch.Tensor.repeat, []
+
+    def seen(x, *sizes):
+        out = repeat(x, *sizes)
+        if out.dtype == torch.bool and out.shape[-2:] == (45 + 21, 45 + 21):
+            devices.append(out.device.type)
+        return out
+
+    monkeypatch.setattr(torch.Tensor, "repeat", seen)
+    run(transformer, inputs)
+    assert devices == ["meta", "meta"]
+
+
+@pytest.mark.slow
+def test_mochi_is_one_graph_that_waits_for_nothing(xla_device):
+    import torch_xla
+    from torch_xla.debug import metrics
+
+    make, inputs, *_ = make_case("mochi")
+    transformer = make().to(xla_device)
+    torch_svg.enable(transformer, SPARSE)
+    inputs = {name: value.to(xla_device) for name, value in inputs.items()}
+    torch_xla.sync()
+    metrics.clear_all()
+    with torch.no_grad():
+        # its own processor looks for the valid text tokens of every row in every layer
+        transformer(**inputs, return_dict=False)
+    torch_xla.sync()
+    assert not [name for name in metrics.counter_names() if name.startswith("aten::")]
+    assert metrics.metric_data("CompileTime")[0] == 1
+
+
+def test_a_sequence_whose_rows_are_not_a_grid_is_refused():
+    transformer = minimax_h3().eval()
+    torch_svg.enable(transformer, SPARSE)
+    inputs = minimax_inputs()
+    # the last frame loses a token
+    positions = inputs["position_ids"].clone()
+    positions[-15:, 0], positions[-15, 0] = 9.0, 8.0
+    with pytest.raises(NotImplementedError, match="frame by frame"):
+        run(transformer, {**inputs, "position_ids": positions})
+
+
 ONLY_VIDEO = {
     "ltx2": ["transformer_blocks.0.attn1", "transformer_blocks.1.attn1"],
     "kandinsky6": [f"visual_transformer_blocks.{i}.video_dec_block.self_attention" for i in range(2)],

@@ -8,12 +8,13 @@ from .base import Family, host_values
 
 
 def _grid(transformer, inputs) -> TokenGrid:
-    # (tokens, 3): frame, row, column; columns grow along a row, which tells a row's end
+    # (tokens, 3): time, row, column
     positions = host_values(inputs["position_ids"])
     tokens = len(positions)
     video = host_values(inputs["video_indices"])
     # the last run of video tokens without a gap; conditions stand further ahead
-    run = tokens - int(video[np.flatnonzero(np.diff(video) != 1)[-1] + 1 if (np.diff(video) != 1).any() else 0])
+    gaps = np.flatnonzero(np.diff(video) != 1)
+    run = tokens - int(video[gaps[-1] + 1 if len(gaps) else 0])
     times = positions[tokens - run :, 0]
     per_frame = int((times[::-1] == times[-1]).cumprod().sum())
     frame = positions[tokens - per_frame :, 1:]
@@ -26,7 +27,9 @@ def _grid(transformer, inputs) -> TokenGrid:
         if not (earlier and np.array_equal(block[:, 1:], frame)):
             break
         frames += 1
-    if video[-1] != tokens - 1 or per_frame % height:
+    # rows from top to bottom, all of one width
+    regular = np.array_equal(frame[:, 0], np.unique(frame[:, 0]).repeat(max(1, per_frame // height)))
+    if video[-1] != tokens - 1 or not regular:
         raise NotImplementedError(
             "MiniMax-H3's video must be the last of the sequence, frame by frame, as its pipeline packs it: "
             f"got video_indices that end at {video[-1]} of {tokens} tokens and {per_frame} tokens in {height} rows"
