@@ -452,9 +452,9 @@ class _QueryBlock:
         # the last block of a head has waited for the slot of the first block of the next
         pl.when((self.program >= 2) & (self.block > 0))(lambda: self.copies.wait_output(slot))
         total = at.total[...].sum(axis=0, keepdims=True)
-        output = (at.weighted[...] * (1.0 / total)).astype(shape.dtype).T
-        # the reader takes the head's own half of the tile
-        output = jnp.concatenate([output] * shape.query_heads_per_lanes, axis=1)
+        output = (at.weighted[...] * (1.0 / total)).astype(shape.dtype)
+        # a tile has room for two heads of 64: whole tiles are turned quickest, and the reader takes the head's own half
+        output = jnp.concatenate([output] * shape.query_heads_per_lanes, axis=0).T
         at.output[slot] = output.reshape(shape.query_granules * shape.query_units, shape.unit, shape.lanes)
         # a last block that was moved back writes rows of the one before it again
         pl.when((self.block == shape.query_blocks - 1) & (self.program >= 1))(lambda: self.copies.wait_output(1 - slot))

@@ -3,4 +3,7 @@
 (chip, head_dim, frames, tokens per frame): (unit, query granules, full granules, edge granules)
 """
 
-TABLE = {}
+TABLE = {
+    ("v6e", 64, 11, 4080): (16, 16, (16, 7, 3, 1), 16),
+    ("v6e", 128, 21, 3600): (16, 9, (9, 3, 1), 5),
+}
