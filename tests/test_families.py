@@ -361,6 +361,26 @@ def motif_inputs(**more):
     }
 
 
+def helios():
+    return diffusers.HeliosTransformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16,
+        freq_dim=32, ffn_dim=32, num_layers=2, rope_dim=(4, 4, 4), is_amplify_history=True,
+    )
+
+
+def helios_inputs(history=True):
+    inputs = {
+        "hidden_states": random(2, 4, 3, 6, 10), "timestep": torch.full((2,), 500),
+        "encoder_hidden_states": random(2, TEXT, 16),
+    }
+    if history:
+        inputs["indices_hidden_states"] = torch.arange(8, 11).expand(2, -1)
+        for age, first, frames in (("short", 6, 2), ("mid", 4, 2), ("long", 0, 4)):
+            inputs[f"latents_history_{age}"] = random(2, 4, frames, 6, 10, seed=first)
+            inputs[f"indices_latents_history_{age}"] = torch.arange(first, first + frames).expand(2, -1)
+    return inputs
+
+
 def minimax_h3():
     return diffusers.MiniMaxH3Transformer3DModel(
         num_attention_heads=2, attention_head_dim=12, hidden_size=24, num_layers=2, num_refiner_layers=1, ffn_dim=32,
@@ -443,6 +463,8 @@ CASES = {
     "cosmos3_action": (cosmos3_action, lambda: cosmos3_inputs(action=4), (3, 3, 5), 7),
     "motif_video": (motif_video, motif_inputs, (3, 3, 5)),
     "motif_video_decoder": (motif_video_decoder, lambda: motif_inputs(image_embeds=random(2, 5, 12)), (3, 3, 5)),
+    "helios": (helios, helios_inputs, (3, 3, 5)),
+    "helios_first_chunk": (helios, lambda: helios_inputs(history=False), (3, 3, 5)),
     "minimax_h3": (minimax_h3, minimax_inputs, (3, 3, 5)),
     "minimax_h3_silent": (minimax_h3, lambda: minimax_inputs(audio=0), (3, 3, 5)),
     "kandinsky6": (kandinsky6, kandinsky6_inputs, (3, 3, 5)),

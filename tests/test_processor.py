@@ -235,11 +235,14 @@ def test_default_config_is_sparse_where_it_pays(make_transformer):
 
 
 def test_an_unserved_transformer_is_named_and_keeps_its_processors():
-    from diffusers import HeliosTransformer3DModel
+    from diffusers import WanTransformer3DModel
 
-    transformer = HeliosTransformer3DModel(
+    class UnheardOfTransformer3DModel(WanTransformer3DModel):
+        """A class of its own, in the way in which most of diffusers' new transformers are."""
+
+    transformer = UnheardOfTransformer3DModel(
         patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16,
-        freq_dim=32, ffn_dim=32, num_layers=1, rope_dim=(4, 4, 4),
+        freq_dim=32, ffn_dim=32, num_layers=1,
     ).eval()
     arguments = {
         "hidden_states": torch.randn(1, 4, 3, 16, 16), "timestep": torch.tensor([500]),
@@ -248,10 +251,10 @@ def test_an_unserved_transformer_is_named_and_keeps_its_processors():
     with torch.no_grad():
         expected = transformer(**arguments, return_dict=False)[0]
         transformer.set_attn_processor(SparseVideoAttnProcessor(SPARSE))
-        with pytest.raises(NotImplementedError, match=r"HeliosTransformer3DModel.*served"):
+        with pytest.raises(NotImplementedError, match=r"UnheardOfTransformer3DModel.*served"):
             transformer(**arguments, return_dict=False)
         assert torch.equal(transformer(**arguments, return_dict=False)[0], expected)
-        with pytest.raises(NotImplementedError, match="HeliosTransformer3DModel"):
+        with pytest.raises(NotImplementedError, match="UnheardOfTransformer3DModel"):
             torch_svg.enable(transformer)
 
 

@@ -9,6 +9,7 @@ from .cosmos import COSMOS
 from .cosmos3 import COSMOS3
 from .easyanimate import EASYANIMATE
 from .framepack import FRAMEPACK
+from .helios import HELIOS
 from .hunyuan_video import HUNYUAN_VIDEO
 from .hunyuan_video15 import HUNYUAN_VIDEO15
 from .kandinsky5 import KANDINSKY5
@@ -34,6 +35,7 @@ FAMILIES: tuple[Family, ...] = (
     KANDINSKY5,
     MOCHI,
     EASYANIMATE,
+    HELIOS,
     MOTIF_VIDEO,
     MINIMAX_H3,
 )

@@ -22,7 +22,6 @@ UNSERVED: dict[str, str] = {
         "it attends to cached reference frames under a block mask, so queries and keys are not one grid, and its "
         "rotary embedding is complex"
     ),
-    "HeliosTransformer3DModel": "it makes short chunks after a long history, which is not served yet",
     "JoyImageEditTransformer3DModel": "it makes images, which have no frames",
     "JoyImageEditPlusTransformer3DModel": "it makes images, which have no frames",
 }

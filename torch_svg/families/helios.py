@@ -1,0 +1,31 @@
+"""Helios: [older frames, coarser with age | frames to generate]; the older ones stay exact, text is cross-attention."""
+
+from ..config import Preset
+from ..grid import TokenGrid
+from .base import Family, patched_grid, segment_tokens
+
+
+def _grid(transformer, inputs) -> TokenGrid:
+    patch = transformer.config.patch_size
+    history = 0
+    for age, factor in (("short", 1), ("mid", 2), ("long", 4)):
+        latents = inputs.get(f"latents_history_{age}")
+        if latents is not None and inputs.get(f"indices_latents_history_{age}") is not None:
+            patch_of_age = tuple(factor * side for side in patch)
+            history += segment_tokens(latents.shape[2:], patch_of_age, padded=factor > 1)
+    return patched_grid(
+        transformer, inputs["hidden_states"].shape[2:], text_tokens=history, text_first=history > 0
+    )
+
+
+def _preset(transformer, grid) -> Preset:
+    return Preset(density=0.3, warmup_steps=0.2, dense_layers=0.03, source="as for Wan; no published setting")
+
+
+HELIOS = Family(
+    name="helios",
+    transformers=("HeliosTransformer3DModel",),
+    video_attention=r"blocks\.\d+\.attn1",
+    grid=_grid,
+    preset=_preset,
+)
