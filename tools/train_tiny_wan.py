@@ -91,8 +91,9 @@ def model_card(run: Path, vae: AutoencoderKLWan) -> str:
     psnr = reconstruction_psnr(vae, HELD_OUT_SEEDS)
     vae_end = last_losses(run / "vae.log", 10)
     transformer_loss = last_losses(run / "transformer.log", 100)["loss"]
-    trained_on = "; then ".join(
-        f"{phase.steps} steps of {phase.batch} clips of {phase.size} x {phase.size}" for phase in PHASES
+    trained_on = "\n".join(
+        f"  {number}. {phase.steps} steps of {phase.batch} clips of {phase.size} x {phase.size}"
+        for number, phase in enumerate(PHASES, 1)
     )
     template = (ROOT / "tools" / "tiny_wan_card.md").read_text(encoding="utf-8")
     clips = {
