@@ -37,6 +37,17 @@ class BlockCopies:
         video = pl.ds(batch * place.total_units + place.start_units, frames * shape.frame_units)
         return array.at[video].reshape(frames, shape.frame_units, *array.shape[1:])
 
+    def _start_from_frames(self, array, place: Place, batch, unit, lanes, target, arrived) -> None:
+        """Starts copying one unit of every frame to ``target`` (frames, unit, lanes)."""
+        shape = self.shape
+        if not shape.unit_copies:
+            source = self._by_frames(array, place, batch).at[:, unit, :, lanes]
+            pltpu.make_async_copy(source, target, arrived).start()
+            return
+        for frame in range(shape.key_units):
+            first = batch * place.total_units + place.start_units + frame * shape.frame_units + unit
+            pltpu.make_async_copy(array.at[first, :, lanes], target.at[frame], arrived).start()
+
     # --- items ---
 
     def start_item(self, item, head, slot) -> None:
@@ -55,12 +66,14 @@ class BlockCopies:
         def copy(granule, count, in_frames):
             target = pl.ds(granule * shape.key_units, count * shape.key_units)
             for array, lane, buffer, to, arrived in copies:
+                at = buffer.at[slot, target, :, to]
                 if in_frames:
-                    source = self._by_frames(array, shape.key_place, batch).at[:, start + granule, :, lane]
-                else:
-                    first = first_unit + (start + granule) * shape.key_units
-                    source = array.at[pl.ds(first, count * shape.key_units), :, lane]
-                pltpu.make_async_copy(source, buffer.at[slot, target, :, to], arrived.at[slot]).start()
+                    unit = start + granule
+                    self._start_from_frames(array, shape.key_place, batch, unit, lane, at, arrived.at[slot])
+                    continue
+                first = first_unit + (start + granule) * shape.key_units
+                source = array.at[pl.ds(first, count * shape.key_units), :, lane]
+                pltpu.make_async_copy(source, at, arrived.at[slot]).start()
 
         def copy_all(in_frames):
             # the commonest size with as few instructions as can be
@@ -138,11 +151,10 @@ class BlockCopies:
             pltpu.make_async_copy(source, at.query_in.at[slot], at.query_arrived.at[slot]).start()
 
         def in_frames():
-            by_frames = self._by_frames(inputs.query, place, batch)
             for granule in range(shape.query_granules):
                 target = at.query_in.at[slot, pl.ds(granule * shape.query_units, shape.query_units)]
-                source = by_frames.at[:, start + granule, :, lanes]
-                pltpu.make_async_copy(source, target, at.query_arrived.at[slot]).start()
+                arrived = at.query_arrived.at[slot]
+                self._start_from_frames(inputs.query, place, batch, start + granule, lanes, target, arrived)
 
         self._either_way(head, in_rows, in_frames)
 
@@ -169,13 +181,19 @@ class BlockCopies:
             pltpu.make_async_copy(at.output.at[slot], target, at.output_left.at[slot]).start()
 
         def in_frames():
-            # the interpreter reads through a reshaped view, but does not write: one copy for each frame
-            by_granule = at.output.at[slot].reshape(shape.query_granules, shape.query_units, *at.output.shape[2:])
+            # no interpreter writes through a reshaped view: one copy for each frame, which reads through one
+            granules, leaving = shape.query_granules, at.output_left.at[slot]
 
             def copy(frame, _):
                 first = batch * place.total_units + place.start_units + frame * shape.frame_units + start
-                target = self.output.at[pl.ds(first, shape.query_granules), :, lanes]
-                pltpu.make_async_copy(by_granule.at[:, frame], target, at.output_left.at[slot]).start()
+                if shape.unit_copies:
+                    for granule in range(granules):
+                        source = at.output.at[slot, granule * shape.query_units + frame]
+                        pltpu.make_async_copy(source, self.output.at[first + granule, :, lanes], leaving).start()
+                    return 0
+                by_granule = at.output.at[slot].reshape(granules, shape.query_units, *at.output.shape[2:])
+                target = self.output.at[pl.ds(first, granules), :, lanes]
+                pltpu.make_async_copy(by_granule.at[:, frame], target, leaving).start()
                 return 0
 
             lax.fori_loop(0, shape.query_units, copy, 0)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.pallas import tpu as pltpu
 
 from ..pattern import Plan
 from ..worktable import Blocks, Layout, WorkTable, block_bounds, has_spatial_sink, sink_prefix, work_table
@@ -278,6 +280,8 @@ def attend_video(
     shape = kernel_shape(
         table, place, batch, heads, head_dim, queries.dtype, scale, softmax, flags is not None, text_units
     )
+    if isinstance(interpret, pltpu.InterpretParams):
+        shape = replace(shape, unit_copies=True)
     bounds = _bounds(table.plan, table.blocks) if shape.masked else np.zeros((1, 8, LANES), np.int32)
     if flags is None:
         flags = jnp.zeros((unit, LANES), queries.dtype)

@@ -56,6 +56,8 @@ class KernelShape:
         scale: Factor on the query, base-2 logits.
         dtype: Of query, key, value and output.
         online: Online softmax everywhere instead of a fixed offset.
+        unit_copies: Copy a temporal head's units one by one: for Pallas' checking interpreter, which has no copies
+            through the reshaped views that do it at once.
     """
 
     batch: int
@@ -85,6 +87,7 @@ class KernelShape:
     scale: float
     dtype: jnp.dtype
     online: bool
+    unit_copies: bool = False
 
     @property
     def head_lanes(self) -> int:
