@@ -1,7 +1,7 @@
 """Block sizes of the kernels, by chip, head_dim and grid.
 
 Entries of ``tuned_blocks`` come from the compiler's schedule. A grid without one takes the sizes of the nearest entry
-for its chip and head_dim, fitted to the grid; where there is none, a rule.
+for its chip, head_dim and frames, fitted to the grid; where there is none, a rule.
 """
 
 from __future__ import annotations
@@ -67,15 +67,17 @@ def choose(grid: TokenGrid, head_dim: int, chip: str) -> tuple[Blocks, str]:
     exact = table.get((chip, head_dim, grid.frames, grid.tokens_per_frame))
     if exact:
         return Blocks(*exact), "tuned"
-    near = [key for key in table if key[:2] == (chip, head_dim)]
+    # other frames make other granules: sizes of 21 frames gave a kernel of five times the code at 33
+    near = [key for key in table if key[:3] == (chip, head_dim, grid.frames)]
     if not near:
         return rule(grid, chip), "rule"
 
     def distance(key):
-        return abs(math.log(key[2] / grid.frames)) + abs(math.log(key[3] / grid.tokens_per_frame))
+        return abs(math.log(key[3] / grid.tokens_per_frame))
 
     key = min(near, key=distance)
-    return _fitted(table[key], key[2], grid), f"nearest: {key[2]} frames of {key[3]} tokens"
+    limits = _LIMITS.get(chip, _SMALL_UNIT_LIMITS)
+    return _fitted(table[key], key[2], grid, limits), f"nearest: {key[2]} frames of {key[3]} tokens"
 
 
 def chip_here() -> str:
@@ -84,18 +86,21 @@ def chip_here() -> str:
     return {"v5litepod": "v5e"}.get(name, name) or DEFAULT_CHIP
 
 
-def _fitted(sizes: tuple, frames: int, grid: TokenGrid) -> Blocks:
-    """The sizes of another grid's entry, kept in rows as nearly as this grid allows."""
+def _fitted(sizes: tuple, frames: int, grid: TokenGrid, limits: _Limits = _LIMITS["v6e"]) -> Blocks:
+    """The sizes of another grid's entry, kept in rows as nearly as this grid allows, within the rule's limits: a tuned
+    kernel may fill the instruction memory to the brim, and this grid's has more code where its frames are padded."""
     unit, query, fulls, edge = sizes
     own_unit = _unit(grid, unit * frames)
     granules = -(-grid.tokens_per_frame // own_unit)
     own_query = min(granules, max(1, round(query * unit * frames / (own_unit * grid.frames))))
-    scaled = {max(1, round(full * own_query / query)) for full in fulls}
-    own_edge = min(own_query, max(1, round(edge * own_query / query)))
+    rows = own_unit * grid.frames
+    most, most_edge = max(1, limits.full // rows), max(1, limits.edge // rows)
+    scaled = {min(most, max(1, round(full * own_query / query))) for full in (query, *fulls)}
+    own_edge = min(own_query, most_edge, max(1, round(edge * own_query / query)))
     return Blocks(
         own_unit,
         own_query,
-        tuple(sorted(scaled | {own_query, 1}, reverse=True)),
+        tuple(sorted(scaled | {1}, reverse=True)),
         own_edge if edge and granules > 4 * own_query else 0,
     )
 
