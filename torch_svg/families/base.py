@@ -97,6 +97,11 @@ class Family:
         }
 
 
+def preset_as_wan(transformer: torch.nn.Module, grid: TokenGrid) -> Preset:
+    """The settings of a family for which nothing is published: Wan's."""
+    return Preset(density=0.3, warmup_steps=0.2, dense_layers=0.03, source="as for Wan; no published setting")
+
+
 def patched_grid(transformer: torch.nn.Module, sizes, **text) -> TokenGrid:
     """The grid of latents of ``sizes`` (frames, height, width) after the transformer's patch embedding.
 

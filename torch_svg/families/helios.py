@@ -1,8 +1,7 @@
 """Helios: [older frames, coarser with age | frames to generate]; the older ones stay exact, text is cross-attention."""
 
-from ..config import Preset
 from ..grid import TokenGrid
-from .base import Family, patched_grid, segment_tokens
+from .base import Family, patched_grid, preset_as_wan, segment_tokens
 
 
 def _grid(transformer, inputs) -> TokenGrid:
@@ -18,14 +17,10 @@ def _grid(transformer, inputs) -> TokenGrid:
     )
 
 
-def _preset(transformer, grid) -> Preset:
-    return Preset(density=0.3, warmup_steps=0.2, dense_layers=0.03, source="as for Wan; no published setting")
-
-
 HELIOS = Family(
     name="helios",
     transformers=("HeliosTransformer3DModel",),
     video_attention=r"blocks\.\d+\.attn1",
     grid=_grid,
-    preset=_preset,
+    preset=preset_as_wan,
 )

@@ -2,9 +2,8 @@
 
 import math
 
-from ..config import Preset
 from ..grid import TokenGrid
-from .base import Family
+from .base import Family, preset_as_wan
 
 _PIPELINE_SIDES = ("latent_num_frames", "latent_height", "latent_width")
 
@@ -25,15 +24,11 @@ def _grid(transformer, inputs) -> TokenGrid:
     return TokenGrid(*(int(side) for side in sides), text_tokens=conditions, text_first=conditions > 0)
 
 
-def _preset(transformer, grid) -> Preset:
-    return Preset(density=0.3, warmup_steps=0.2, dense_layers=0.03, source="as for Wan; no published setting")
-
-
 LTX = Family(
     name="ltx",
     transformers=("LTXVideoTransformer3DModel",),
     video_attention=r"transformer_blocks\.\d+\.attn1",
     grid=_grid,
-    preset=_preset,
+    preset=preset_as_wan,
     pipeline_values=("LTXConditionPipeline", _PIPELINE_SIDES),
 )

@@ -2,9 +2,8 @@
 
 import math
 
-from ..config import Preset
 from ..grid import TokenGrid
-from .base import Family
+from .base import Family, preset_as_wan
 
 
 def _grid(transformer, inputs) -> TokenGrid:
@@ -20,10 +19,6 @@ def _grid(transformer, inputs) -> TokenGrid:
     return TokenGrid(*(int(side) for side in sides), text_tokens=tokens - math.prod(sides))
 
 
-def _preset(transformer, grid) -> Preset:
-    return Preset(density=0.3, warmup_steps=0.2, dense_layers=0.03, source="as for Wan; no published setting")
-
-
 def _default_processor(transformer, path, module):
     from diffusers.models.transformers.transformer_ltx2 import LTX2AudioVideoAttnProcessor, LTX2PerturbedAttnProcessor
 
@@ -35,6 +30,6 @@ LTX2 = Family(
     transformers=("LTX2VideoTransformer3DModel",),
     video_attention=r"transformer_blocks\.\d+\.attn1",
     grid=_grid,
-    preset=_preset,
+    preset=preset_as_wan,
     default_processor=_default_processor,
 )

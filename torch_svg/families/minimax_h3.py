@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from ..config import Preset
 from ..grid import TokenGrid
-from .base import Family, host_values
+from .base import Family, host_values, preset_as_wan
 
 
 def _grid(transformer, inputs) -> TokenGrid:
@@ -38,14 +37,10 @@ def _grid(transformer, inputs) -> TokenGrid:
     return TokenGrid(frames, height, per_frame // height, text_tokens=others, text_first=others > 0)
 
 
-def _preset(transformer, grid) -> Preset:
-    return Preset(density=0.3, warmup_steps=0.2, dense_layers=0.03, source="as for Wan; no published setting")
-
-
 MINIMAX_H3 = Family(
     name="minimax_h3",
     transformers=("MiniMaxH3Transformer3DModel",),
     video_attention=r"transformer_blocks\.\d+\.attn",
     grid=_grid,
-    preset=_preset,
+    preset=preset_as_wan,
 )

@@ -2,18 +2,13 @@
 
 import torch
 
-from ..config import Preset
 from ..grid import TokenGrid
-from .base import Family, TextMask, patched_grid
+from .base import Family, TextMask, patched_grid, preset_as_wan
 
 
 def _grid(transformer, inputs) -> TokenGrid:
     text_tokens = inputs["encoder_hidden_states"].shape[1]
     return patched_grid(transformer, inputs["hidden_states"].shape[2:], text_tokens=text_tokens)
-
-
-def _preset(transformer, grid) -> Preset:
-    return Preset(density=0.3, warmup_steps=0.2, dense_layers=0.03, source="as for Wan; no published setting")
 
 
 def _default_processor(transformer, path, module):
@@ -32,7 +27,7 @@ MOCHI = Family(
     transformers=("MochiTransformer3DModel",),
     video_attention=r"transformer_blocks\.\d+\.attn1",
     grid=_grid,
-    preset=_preset,
+    preset=preset_as_wan,
     default_processor=_default_processor,
     text_mask=TextMask("attention_mask", _keep_all),
 )

@@ -3,9 +3,8 @@
 import dataclasses
 import re
 
-from ..config import Preset
 from ..grid import TokenGrid
-from .base import Family, patched_grid
+from .base import Family, patched_grid, preset_as_wan
 
 
 def _grid(transformer, inputs) -> TokenGrid:
@@ -22,15 +21,11 @@ def _layer_grid(transformer, path, grid) -> TokenGrid:
     return dataclasses.replace(grid, text_tokens=grid.video_tokens)
 
 
-def _preset(transformer, grid) -> Preset:
-    return Preset(density=0.3, warmup_steps=0.2, dense_layers=0.03, source="as for Wan; no published setting")
-
-
 MOTIF_VIDEO = Family(
     name="motif_video",
     transformers=("MotifVideoTransformer3DModel",),
     video_attention=r"(single_)?transformer_blocks\.\d+\.attn",
     grid=_grid,
-    preset=_preset,
+    preset=preset_as_wan,
     layer_grid=_layer_grid,
 )
