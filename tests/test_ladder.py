@@ -210,6 +210,27 @@ class TestTune:
         costs = [tune.rough_cycles(plan, blocks) for blocks in found[:5]]
         assert min(costs) > 0
 
+    @pytest.mark.parametrize("chip", ["v6e", "v5e", "v5p", "v4"])
+    def test_candidates_stay_near_the_chips_limits(self, chip):
+        limits = tuning.limits_of(chip)
+        for name in tune.distinct_shapes():
+            grid = SHAPES[name].grid
+            for blocks in tune.candidates(grid, chip):
+                assert blocks.query_granules * blocks.unit * grid.frames <= 1.1 * limits.query or (
+                    blocks == tuning.rule(grid, chip)
+                ), f"{name}: {blocks}"
+
+    def test_of_equally_quick_candidates_the_one_with_the_least_code_wins(self):
+        blocks = Blocks(16, 4, (4, 1))
+        quick, short, slow = (tune.Result(blocks, *rest) for rest in ((10.0, 7), (10.2, 1), (10.9, 1)))
+        assert tune.ranked([slow, quick, short]) == [short, quick, slow]
+
+    def test_each_grid_of_the_shapes_is_tuned_once(self):
+        names = tune.distinct_shapes()
+        keys = [(SHAPES[name].grid, SHAPES[name].head_dim) for name in names]
+        assert len(keys) == len(set(keys))
+        assert set(keys) == {(shape.grid, shape.head_dim) for shape in SHAPES.values()}
+
     def test_a_wider_band_costs_more(self):
         grid = SHAPES["wan-14b-480p-81f"].grid
         narrow, wide = (

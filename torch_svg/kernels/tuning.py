@@ -26,7 +26,7 @@ _KEY_TILE = 256
 
 
 @dataclass(frozen=True)
-class _Limits:
+class Limits:
     """Most rows of a query block, a mask-free body and an edge body.
 
     Larger blocks feed the matrix unit better and repeat less. The instruction memory limits them, since bodies are
@@ -40,10 +40,15 @@ class _Limits:
     per_block: int = 110
 
 
-_LIMITS = {"v6e": _Limits(3100, 2100, 1700), "v4": _Limits(700, 700, 400)}
-_SMALL_UNIT_LIMITS = _Limits(1100, 1100, 700)
+_LIMITS = {"v6e": Limits(3100, 2100, 1700), "v4": Limits(700, 700, 400)}
+_SMALL_UNIT_LIMITS = Limits(1100, 1100, 700)
 # an online softmax needs half as much code again
-_ONLINE_LIMITS = {"v6e": _Limits(2100, 2100, 1400, 300)}
+_ONLINE_LIMITS = {"v6e": Limits(2100, 2100, 1400, 300)}
+
+
+def limits_of(chip: str) -> Limits:
+    """Bounds of a chip's blocks; what is not known is taken for a chip with a small matrix unit."""
+    return _LIMITS.get(chip, _SMALL_UNIT_LIMITS)
 
 
 def blocks_for(grid: TokenGrid, head_dim: int = 128, chip: str | None = None) -> Blocks:
@@ -76,8 +81,7 @@ def choose(grid: TokenGrid, head_dim: int, chip: str) -> tuple[Blocks, str]:
         return abs(math.log(key[3] / grid.tokens_per_frame))
 
     key = min(near, key=distance)
-    limits = _LIMITS.get(chip, _SMALL_UNIT_LIMITS)
-    return _fitted(table[key], key[2], grid, limits), f"nearest: {key[2]} frames of {key[3]} tokens"
+    return _fitted(table[key], key[2], grid, limits_of(chip)), f"nearest: {key[2]} frames of {key[3]} tokens"
 
 
 def chip_here() -> str:
@@ -86,7 +90,7 @@ def chip_here() -> str:
     return {"v5litepod": "v5e"}.get(name, name) or DEFAULT_CHIP
 
 
-def _fitted(sizes: tuple, frames: int, grid: TokenGrid, limits: _Limits = _LIMITS["v6e"]) -> Blocks:
+def _fitted(sizes: tuple, frames: int, grid: TokenGrid, limits: Limits = _LIMITS["v6e"]) -> Blocks:
     """The sizes of another grid's entry, kept in rows as nearly as this grid allows, within the rule's limits: a tuned
     kernel may fill the instruction memory to the brim, and this grid's has more code where its frames are padded."""
     unit, query, fulls, edge = sizes
@@ -113,7 +117,7 @@ def online_blocks_for(grid: TokenGrid, chip: str | None = None) -> Blocks:
 @functools.lru_cache(maxsize=256)
 def rule(grid: TokenGrid, chip: str = DEFAULT_CHIP, online: bool = False) -> Blocks:
     """Block sizes where nothing was tuned."""
-    limits = _LIMITS.get(chip, _SMALL_UNIT_LIMITS)
+    limits = limits_of(chip)
     if online:
         limits = _ONLINE_LIMITS.get(chip, limits)
     unit = _unit(grid)
@@ -131,7 +135,7 @@ def small_blocks_for(grid: TokenGrid) -> Blocks:
     return Blocks(_unit(grid, 320), 1, (1,))
 
 
-def _query_granules(granules: int, rows: int, limits: _Limits) -> int:
+def _query_granules(granules: int, rows: int, limits: Limits) -> int:
     """Granules of a query block: large, and few rows computed twice by a last block that is moved back."""
 
     def cost(size):
@@ -140,7 +144,7 @@ def _query_granules(granules: int, rows: int, limits: _Limits) -> int:
     return min(range(1, min(granules, max(1, limits.query // rows)) + 1), key=cost)
 
 
-def _full_granules(rows: int, limits: _Limits) -> int:
+def _full_granules(rows: int, limits: Limits) -> int:
     """Granules of the largest mask-free body: many rows, that nearly fill their last tile of keys."""
 
     def cost(size):
