@@ -36,10 +36,11 @@ extras = {
         "hypothesis>=6.100",
         "ruff>=0.6",
         "scikit-video>=1.1.11",
+        "torchmetrics>=1.4",
         f"libtpu==0.0.21; {on_linux}",
     ],
-    # metrics of `python -m benchmarks.quality`
-    "bench": ["torchmetrics>=1.4", "matplotlib>=3.8", "scikit-image>=0.22"],
+    # metrics of `torch_svg.quality.compare` and `python -m benchmarks.quality`
+    "bench": ["torchmetrics>=1.4", "matplotlib>=3.8", "scikit-image>=0.22", "imageio>=2.30", "imageio-ffmpeg>=0.5"],
     "docs": ["mkdocs>=1.6"],
 }
 

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from benchmarks.attention_structure import AttentionStructure, observed
 from torch_svg import SparseVideoAttnProcessor, SparseVideoConfig
 from torch_svg.grid import TokenGrid
-from torch_svg.quality import video_psnr, video_ssim
+from torch_svg.quality import generate, measure
 from torch_svg.testing import tiny_wan_pipeline, tiny_wan_settings
 
 PROMPTS = (
@@ -33,32 +33,9 @@ PROMPTS = (
     "a pink triangle bounces at night",
 )
 DENSITIES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
-METRICS = ("psnr", "ssim", "perceptual")
+METRICS = ("psnr", "psnr_yuv", "ssim", "perceptual")
 # steps that stay dense in every sparse run
 WARMUP_STEPS = 3
-
-
-def generate(pipe, prompt: str, seed: int) -> np.ndarray:
-    """(frames, height, width, 3) float32 in 0..1."""
-    generator = torch.Generator().manual_seed(seed)
-    return pipe(prompt, generator=generator, output_type="np", **tiny_wan_settings()).frames[0]
-
-
-def visual_information(video: np.ndarray, reference: np.ndarray) -> float:
-    """Mean over frames of the visual information fidelity (Sheikh and Bovik 2006; torchmetrics): 1 for equal videos."""
-    from torchmetrics.functional.image import visual_information_fidelity
-
-    frames = [torch.from_numpy(np.ascontiguousarray(v)).permute(0, 3, 1, 2).double() * 255 for v in (video, reference)]
-    return visual_information_fidelity(*frames).item()
-
-
-def compare(video: np.ndarray, reference: np.ndarray) -> dict[str, float]:
-    """The three metrics of a sparse video against its dense twin."""
-    return {
-        "psnr": video_psnr(video, reference),
-        "ssim": video_ssim(video, reference),
-        "perceptual": visual_information(video, reference),
-    }
 
 
 def structure_of(pipe, prompts, seed: int) -> dict:
@@ -70,7 +47,7 @@ def structure_of(pipe, prompts, seed: int) -> dict:
     by_prompt = []
     for prompt in tqdm(prompts, desc="attention"):
         with observed(pipe.transformer, AttentionStructure(grid)) as structure:
-            generate(pipe, prompt, seed)
+            generate(pipe, prompt, seed, **settings)
         by_prompt.append(structure.by_layer())
     masses = torch.stack(by_prompt)
     return {
@@ -127,12 +104,12 @@ def summarise(rows: list[dict]) -> list[dict]:
 
 def table(summary: list[dict]) -> str:
     """The summary as Markdown."""
-    lines = ["| method | density | videos | PSNR, dB | SSIM | VIF |", "|---|---|---|---|---|---|"]
+    lines = ["| method | density | videos | PSNR, dB | PSNR of YUV, dB | SSIM | VIF |", "|---|---|---|---|---|---|---|"]
     for line in summary:
         cells = [
             f"{line[metric]:.{digits}f} ({line[f'{metric}_quartiles'][0]:.{digits}f} to "
             f"{line[f'{metric}_quartiles'][1]:.{digits}f})"
-            for metric, digits in zip(METRICS, (1, 3, 3), strict=True)
+            for metric, digits in zip(METRICS, (1, 1, 3, 3), strict=True)
         ]
         lines.append(f"| {line['method']} | {line['density']} | {line['videos']} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -151,20 +128,21 @@ def run(options, rows_path: Path) -> tuple[list[dict], list[dict]]:
         missing = [(sink, density) for sink, density in settings if (sink, density, prompt, seed) not in done]
         if not missing:
             continue
-        reference = generate(pipe, prompt, seed)
+        reference = generate(pipe, prompt, seed, **tiny_wan_settings())[0]
         for sink, density in missing:
             processor = SparseVideoAttnProcessor(
                 SparseVideoConfig(density=density, sink=sink, warmup_steps=WARMUP_STEPS, dense_layers=0)
             )
             pipe.transformer.set_attn_processor(processor)
             try:
-                video = generate(pipe, prompt, seed)
+                video = generate(pipe, prompt, seed, **tiny_wan_settings())[0]
             finally:
                 # diffusers empties the dict that it is given
                 pipe.transformer.set_attn_processor(dict(stock))
             report = processor.report()
             sparse = report.kinds[report.steps >= WARMUP_STEPS]
-            row = {"method": sink, "density": density, "prompt": prompt, "seed": seed, **compare(video, reference)}
+            row = {"method": sink, "density": density, "prompt": prompt, "seed": seed, **measure(video, reference)}
+            del row["psnr_by_frame"]
             row["pair_density"] = report.sparse_pair_density
             row["kinds"] = sparse.reshape(len(sparse), -1).tolist()
             rows.append(row)
