@@ -12,6 +12,7 @@ Example:
 
 from . import (
     host_timesteps,
+    hunyuan15_text_order,
     nearest_upsampling,
     timesteps_to_device,
     transformer_graphs,
@@ -26,6 +27,7 @@ _PATCHES = {
         nearest_upsampling,
         unipc_solve,
         host_timesteps,
+        hunyuan15_text_order,
         timesteps_to_device,
         transformer_graphs,
     )

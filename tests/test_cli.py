@@ -2,11 +2,15 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
+from pathlib import Path
 
 import pytest
 
 from torch_svg import cli, doctor
+from torch_svg.families import FAMILIES, UNSERVED, catalogue
 
+ROOT = Path(__file__).parents[1]
 WORKING_DEVICE = {"type": "CPU", "count": 1, "kernel": True}
 
 
@@ -133,3 +137,52 @@ def test_a_missing_command_is_a_wrong_call(capsys):
         cli.main([])
     assert ended.value.code == 2
     assert "usage: torch-svg" in capsys.readouterr().err
+
+
+# models
+
+
+def run_models(capsys, *flags):
+    assert cli.main(["models", *flags]) == 0
+    return capsys.readouterr().out
+
+
+def test_models_as_json_are_the_registry(capsys):
+    entries = {entry["transformer"]: entry for entry in json.loads(run_models(capsys, "--json"))}
+    served = {name: family.name for family in FAMILIES for name in family.transformers}
+    assert {name: entry["family"] for name, entry in entries.items() if entry["sparse"] == "yes"} == served
+    assert {name: entry["reason"] for name, entry in entries.items() if entry["sparse"] == "no"} == UNSERVED
+    assert entries["CosmosTransformer3DModel"]["head_dims"] == [128]
+    assert all(entry["models"] and entry["head_dims"] for entry in entries.values() if entry["sparse"] == "yes")
+
+
+def test_models_in_a_pipe_are_plain_text(capsys):
+    out = run_models(capsys)
+    assert "\x1b" not in out and "─" not in out
+    lines = {line.split()[0].rstrip(":"): line for line in out.splitlines() if line}
+    for entry in catalogue():
+        assert entry.transformer in lines
+    table = out.split("\n\n")[0].splitlines()
+    assert len(table) == 1 + len(catalogue())
+    start = table[0].index("sparse")
+    for line, entry in zip(table[1:], catalogue(), strict=True):
+        assert line[start:].split()[0] == entry.sparse, "columns stand under each other"
+
+
+def test_models_on_a_terminal_are_a_table(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    out = run_models(capsys)
+    assert "─" in out and "WanVACETransformer3DModel" in out and "factorised" in out
+
+
+def test_the_tables_of_the_docs_are_those_of_the_command(capsys):
+    page = (ROOT / "docs/models.md").read_text()
+    begin, end = "<!-- torch-svg models --markdown -->\n\n", "\n<!-- end -->"
+    assert page.count(begin) == page.count(end) == 1
+    assert page.split(begin)[1].split(end)[0] == run_models(capsys, "--markdown")
+
+
+def test_the_models_of_the_readme_are_those_of_the_registry():
+    models = "; ".join(entry.models for entry in catalogue() if entry.sparse == "yes")
+    assert textwrap.fill(f"Served: {models}.", 120) in (ROOT / "README.md").read_text()

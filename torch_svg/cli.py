@@ -3,15 +3,18 @@
 import argparse
 import json
 import sys
+from dataclasses import asdict
 
 from .doctor import diagnose
+from .families import catalogue
 
 
 def main(arguments=None):
     """Run one sub-command; the exit status is 0 when all is well, 1 when a fault was found, 2 for a wrong call."""
     parser = argparse.ArgumentParser(prog="torch-svg", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_doctor(commands)
+    for add in (_add_doctor, _add_models):
+        add(commands)
     options = parser.parse_args(arguments)
     return options.run(options)
 
@@ -90,6 +93,107 @@ def _show_rich(diagnosis):
         )
     if not diagnosis.faults:
         console.print("[green]all is as tested[/]")
+
+
+def _add_models(commands):
+    models = commands.add_parser(
+        "models",
+        help="list the video transformers of diffusers that are served, and why the others are not",
+        description="The registry of transformers: what is served, where text stands, what becomes of padding.",
+    )
+    form = models.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print everything as JSON")
+    form.add_argument("--markdown", action="store_true", help="print the tables of docs/models.md")
+    models.set_defaults(run=_run_models)
+
+
+def _run_models(options):
+    entries = catalogue()
+    if options.json:
+        print(json.dumps([asdict(entry) for entry in entries], indent=2))
+    elif options.markdown:
+        print(models_markdown(entries))
+    elif sys.stdout.isatty():
+        _show_models_rich(entries)
+    else:
+        _show_models_plain(entries)
+    return 0
+
+
+def models_markdown(entries):
+    """The tables of docs/models.md; a test holds them against the registry."""
+    served = [
+        (
+            f"{entry.transformer} ({entry.models})",
+            ", ".join(map(str, entry.head_dims)),
+            "; ".join(part for part in (entry.text, entry.others) if part),
+            entry.masks,
+            entry.grid,
+            "; ".join(part for part in (entry.note, _tested(entry)) if part),
+        )
+        for entry in entries
+        if entry.sparse == "yes"
+    ]
+    others = [(entry.transformer, entry.reason) for entry in entries if entry.sparse != "yes"]
+    header = ("class", "head_dim", "text, and other tokens", "padding", "grid comes from", "note")
+    return "\n".join([*_markdown(header, served), "", "Not served:", "", *_markdown(("class", "why"), others)])
+
+
+def _tested(entry):
+    return f"{', '.join(entry.pipelines)} tested whole" if entry.pipelines else ""
+
+
+def _markdown(header, rows):
+    lines = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
+    return [lines[0], "|" + "---|" * len(header), *lines[1:]]
+
+
+_MODEL_COLUMNS = ("class", "family", "sparse", "head_dim", "text", "padding", "tested pipeline")
+
+
+def _model_row(entry):
+    return (
+        entry.transformer,
+        entry.family or "-",
+        entry.sparse,
+        ", ".join(map(str, entry.head_dims)) or "-",
+        entry.text or "-",
+        entry.masks or "-",
+        ", ".join(entry.pipelines) or "-",
+    )
+
+
+def _remarks(entries):
+    """(class, what else there is to say) of every entry that has something."""
+    for entry in entries:
+        remarks = [part for part in (entry.reason, entry.others, entry.note) if part]
+        if remarks:
+            yield entry.transformer, "; ".join(remarks)
+
+
+def _show_models_plain(entries):
+    rows = [_MODEL_COLUMNS, *map(_model_row, entries)]
+    widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print()
+    for name, remark in _remarks(entries):
+        print(f"{name}: {remark}")
+
+
+def _show_models_rich(entries):
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console()
+    table = Table(*_MODEL_COLUMNS, title="video transformers of diffusers")
+    for entry in entries:
+        name, family, sparse, *rest = map(escape, _model_row(entry))
+        table.add_row(name, family, f"[{'green' if entry.sparse == 'yes' else 'yellow'}]{sparse}[/]", *rest)
+    console.print(table)
+    for name, remark in _remarks(entries):
+        console.print(f"[bold]{name}[/] {escape(remark)}", highlight=False)
 
 
 if __name__ == "__main__":

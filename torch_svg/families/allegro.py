@@ -1,7 +1,7 @@
 """Allegro: video alone in the sequence, text in cross-attention."""
 
 from ..grid import TokenGrid
-from .base import Family, patched_grid, preset_as_wan
+from .base import Facts, Family, patched_grid, preset_as_wan
 
 
 def _grid(transformer, inputs) -> TokenGrid:
@@ -10,8 +10,9 @@ def _grid(transformer, inputs) -> TokenGrid:
 
 ALLEGRO = Family(
     name="allegro",
-    transformers=("AllegroTransformer3DModel",),
+    transformers={"AllegroTransformer3DModel": Facts("Allegro", (96,))},
     video_attention=r"transformer_blocks\.\d+\.attn1",
     grid=_grid,
     preset=preset_as_wan,
+    masks="cross-attention",
 )

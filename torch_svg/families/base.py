@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from ..config import Preset
 from ..grid import TokenGrid
@@ -32,12 +33,35 @@ class TextMask:
 
 
 @dataclass(frozen=True)
+class Facts:
+    """What the table of models (``torch-svg models``) says of one transformer class, and nothing computes with.
+
+    Args:
+        models: The released models that use the class.
+        head_dims: Channels of a head in those.
+        note: What of the class is not served, or costs more than a user may expect.
+        pipelines: Names of the diffusers pipelines that the tests run whole, with tiny random weights.
+    """
+
+    models: str
+    head_dims: tuple[int, ...]
+    note: str = ""
+    pipelines: tuple[str, ...] = ()
+
+
+# where text stands in the video's sequence, if it does
+TEXT = ("cross-attention", "after the video", "before the video")
+# what becomes of padded text: masked in the kernel, masked in cross-attention by the model, or nothing
+MASKS = ("key lengths", "cross-attention", "attended")
+
+
+@dataclass(frozen=True)
 class Family:
     """One family of diffusers video transformers.
 
     Args:
         name: Short name, as in the docs and the report.
-        transformers: Names of the diffusers classes it serves.
+        transformers: The diffusers classes it serves, by name, with what the table of models says of them.
         video_attention: Regular expression on the module path of the video self-attention modules.
         grid: ``grid(transformer, inputs) -> TokenGrid``, with the forward's arguments by name.
         preset: ``preset(transformer, grid) -> Preset``, the published settings for this model and size.
@@ -55,10 +79,14 @@ class Family:
         pipeline_values: A pipeline's class name and names of local variables of its call, which join the inputs of a
             forward that it runs: for pipelines that do not tell the transformer its grid.
         timestep_argument: Argument of the forward by which a step is told from the next outside a pipeline.
+        text: Where text stands, one of ``TEXT``.
+        masks: What becomes of padded text, one of ``MASKS``.
+        others: Other tokens in the video's sequence; they stay exact.
+        grid_source: What the grid is read from, in words.
     """
 
     name: str
-    transformers: tuple[str, ...]
+    transformers: dict[str, Facts]
     video_attention: str
     grid: Callable[[torch.nn.Module, dict], TokenGrid]
     preset: Callable[[torch.nn.Module, TokenGrid], Preset]
@@ -71,6 +99,14 @@ class Family:
     causal_calls: bool = False
     pipeline_values: tuple[str, tuple[str, ...]] | None = None
     timestep_argument: str = "timestep"
+    text: str = "cross-attention"
+    masks: str = "attended"
+    others: str = ""
+    grid_source: str = "latents"
+
+    def __post_init__(self):
+        if self.text not in TEXT or self.masks not in MASKS:
+            raise ValueError(f"got {self.text=}, {self.masks=}, expected one of {TEXT} and one of {MASKS}")
 
     def default_processor_of(self, transformer: torch.nn.Module, path: str, module: torch.nn.Module):
         """A new default processor for an attention module.
@@ -167,6 +203,21 @@ def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     """
     swapped = torch.matmul(x, _pair_swap(x.shape[-1], x.device, x.dtype))
     return (x.float() * cos + swapped.float() * sin).type_as(x)
+
+
+def rotate_part(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, start: int) -> torch.Tensor:
+    """``rotate_pairs`` of some tokens of a sequence; the others, text for the most part, stay as they are.
+
+    Where the processors rotate a slice of the joint sequence and put it back, XLA copies queries and keys once more;
+    a table that does not turn the others needs no slice.
+
+    Args:
+        x: (batch, tokens, heads, head_dim).
+        cos, sin: (rotated tokens, head_dim) f32.
+        start: The first token to rotate.
+    """
+    sides = (0, 0, start, x.shape[1] - start - cos.shape[0])
+    return rotate_pairs(x, F.pad(cos, sides, value=1.0)[None, :, None], F.pad(sin, sides)[None, :, None])
 
 
 def _pair_swap(size: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

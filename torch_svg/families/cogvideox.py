@@ -2,7 +2,7 @@
 
 from ..config import Preset
 from ..grid import TokenGrid
-from .base import Family, patched_grid
+from .base import Facts, Family, patched_grid, rotate_part
 
 
 def _grid(transformer, inputs) -> TokenGrid:
@@ -27,11 +27,24 @@ def _default_processor(transformer, path, module):
     return FusedCogVideoXAttnProcessor2_0() if module.fused_projections else CogVideoXAttnProcessor2_0()
 
 
+def _apply_rotary(x, rotary):
+    cos, sin = rotary
+    # the text before the video is not rotated
+    return rotate_part(x, cos, sin, x.shape[1] - len(cos))
+
+
 COGVIDEOX = Family(
     name="cogvideox",
-    transformers=("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel"),
+    transformers={
+        "CogVideoXTransformer3DModel": Facts("CogVideoX 2B, 5B and 1.5", (64,), pipelines=("CogVideoXPipeline",)),
+        "ConsisIDTransformer3DModel": Facts("ConsisID", (64,)),
+    },
     video_attention=r"transformer_blocks\.\d+\.attn1",
     grid=_grid,
     preset=_preset,
+    rotary_argument="image_rotary_emb",
+    apply_rotary=_apply_rotary,
     default_processor=_default_processor,
+    text="before the video",
+    grid_source="latents, frames first",
 )

@@ -2,7 +2,7 @@
 
 from ..config import Preset
 from ..grid import TokenGrid
-from .base import Family, patched_grid
+from .base import Facts, Family, patched_grid
 
 
 def _grid(transformer, inputs) -> TokenGrid:
@@ -20,7 +20,7 @@ def _preset(transformer, grid) -> Preset:
 
 COSMOS = Family(
     name="cosmos",
-    transformers=("CosmosTransformer3DModel",),
+    transformers={"CosmosTransformer3DModel": Facts("Cosmos 1, 2 and 2.5", (128,))},
     video_attention=r"transformer_blocks\.\d+\.attn1",
     grid=_grid,
     preset=_preset,

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..config import Preset
 from ..grid import TokenGrid
-from .base import Family, host_values
+from .base import Facts, Family, host_values
 
 
 def _grid(transformer, inputs) -> TokenGrid:
@@ -35,11 +35,14 @@ def _preset(transformer, grid) -> Preset:
 
 COSMOS3 = Family(
     name="cosmos3",
-    transformers=("Cosmos3OmniTransformer",),
+    transformers={"Cosmos3OmniTransformer": Facts("Cosmos 3", (128,), note="one video a sequence")},
     video_attention=r"layers\.\d+\.self_attn",
     grid=_grid,
     preset=_preset,
     leading_tokens=_leading_tokens,
     causal_calls=True,
     timestep_argument="vision_timesteps",
+    text="before the video",
+    others="sound and action after the video",
+    grid_source="vision_token_shapes",
 )

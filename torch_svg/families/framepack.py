@@ -2,7 +2,7 @@
 
 from ..config import Preset
 from ..grid import TokenGrid
-from .base import Family, host_values, patched_grid, segment_tokens
+from .base import Facts, Family, host_values, patched_grid, segment_tokens
 from .hunyuan_video import HUNYUAN_VIDEO
 
 # argument of older frames, that of their places in time, and their patch (frames, height, width)
@@ -35,10 +35,21 @@ def _preset(transformer, grid) -> Preset:
 
 FRAMEPACK = Family(
     name="framepack",
-    transformers=("HunyuanVideoFramepackTransformer3DModel",),
+    transformers={
+        "HunyuanVideoFramepackTransformer3DModel": Facts(
+            "Framepack",
+            (128,),
+            note="a batch of one is cut to its prompt's length on the host: a graph for each length",
+        ),
+    },
     video_attention=HUNYUAN_VIDEO.video_attention,
     grid=_grid,
     preset=_preset,
+    rotary_argument=HUNYUAN_VIDEO.rotary_argument,
+    apply_rotary=HUNYUAN_VIDEO.apply_rotary,
     default_processor=HUNYUAN_VIDEO.default_processor,
     leading_tokens=_leading_tokens,
+    text="after the video",
+    masks="key lengths",
+    others="older frames before the video, image tokens after it",
 )

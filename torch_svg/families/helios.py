@@ -1,7 +1,7 @@
 """Helios: [older frames, coarser with age | frames to generate]; the older ones stay exact, text is cross-attention."""
 
 from ..grid import TokenGrid
-from .base import Family, patched_grid, preset_as_wan, segment_tokens
+from .base import Facts, Family, patched_grid, preset_as_wan, rotate_pairs, segment_tokens
 
 
 def _grid(transformer, inputs) -> TokenGrid:
@@ -17,10 +17,18 @@ def _grid(transformer, inputs) -> TokenGrid:
     )
 
 
+def _apply_rotary(x, rotary):
+    # (batch, tokens, cosines and sines)
+    return rotate_pairs(x, *rotary[:, :, None].chunk(2, dim=-1))
+
+
 HELIOS = Family(
     name="helios",
-    transformers=("HeliosTransformer3DModel",),
+    transformers={"HeliosTransformer3DModel": Facts("Helios", (128,))},
     video_attention=r"blocks\.\d+\.attn1",
     grid=_grid,
     preset=preset_as_wan,
+    rotary_argument="rotary_emb",
+    apply_rotary=_apply_rotary,
+    others="older frames before the video",
 )

@@ -2,7 +2,7 @@
 
 from ..config import Preset
 from ..grid import TokenGrid
-from .base import Family, patched_grid
+from .base import Facts, Family, patched_grid, rotate_part
 
 
 def _grid(transformer, inputs) -> TokenGrid:
@@ -27,11 +27,24 @@ def _default_processor(transformer, path, module):
     return AttnProcessor2_0() if path.startswith("context_embedder") else HunyuanVideoAttnProcessor2_0()
 
 
+def _apply_rotary(x, rotary):
+    # what stands after the video is not rotated
+    return rotate_part(x, *rotary, 0)
+
+
 HUNYUAN_VIDEO = Family(
     name="hunyuan_video",
-    transformers=("HunyuanVideoTransformer3DModel",),
+    transformers={
+        "HunyuanVideoTransformer3DModel": Facts(
+            "HunyuanVideo: T2V, I2V", (128,), pipelines=("HunyuanVideoPipeline",)
+        )
+    },
     video_attention=r"(single_)?transformer_blocks\.\d+\.attn",
     grid=_grid,
     preset=_preset,
+    rotary_argument="image_rotary_emb",
+    apply_rotary=_apply_rotary,
     default_processor=_default_processor,
+    text="after the video",
+    masks="key lengths",
 )

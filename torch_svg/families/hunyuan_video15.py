@@ -2,7 +2,7 @@
 
 from ..config import Preset
 from ..grid import TokenGrid
-from .base import Family, TextMask, patched_grid
+from .base import Facts, Family, TextMask, patched_grid, rotate_part
 
 
 def _grid(transformer, inputs) -> TokenGrid:
@@ -23,13 +23,29 @@ def _default_processor(transformer, path, module):
     return AttnProcessor2_0() if path.startswith("context_embedder") else HunyuanVideo15AttnProcessor2_0()
 
 
+def _apply_rotary(x, rotary):
+    # what stands after the video is not rotated
+    return rotate_part(x, *rotary, 0)
+
+
 HUNYUAN_VIDEO15 = Family(
     name="hunyuan_video15",
-    transformers=("HunyuanVideo15Transformer3DModel",),
+    transformers={
+        "HunyuanVideo15Transformer3DModel": Facts(
+            "HunyuanVideo 1.5: T2V, I2V",
+            (128,),
+            note="with torch_svg.patches, else it waits for the device a dozen times a forward",
+        ),
+    },
     video_attention=r"transformer_blocks\.\d+\.attn",
     grid=_grid,
     preset=_preset,
+    rotary_argument="image_rotary_emb",
+    apply_rotary=_apply_rotary,
     default_processor=_default_processor,
     # the processor makes a tokens x tokens mask of it in every layer: on the meta device that costs nothing
     text_mask=TextMask("attention_mask", lambda mask: mask.to("meta")),
+    text="after the video",
+    masks="key lengths",
+    others="image and glyph tokens with the prompt's",
 )

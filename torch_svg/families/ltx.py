@@ -3,7 +3,7 @@
 import math
 
 from ..grid import TokenGrid
-from .base import Family, preset_as_wan
+from .base import Facts, Family, preset_as_wan
 
 _PIPELINE_SIDES = ("latent_num_frames", "latent_height", "latent_width")
 
@@ -26,9 +26,18 @@ def _grid(transformer, inputs) -> TokenGrid:
 
 LTX = Family(
     name="ltx",
-    transformers=("LTXVideoTransformer3DModel",),
+    transformers={
+        "LTXVideoTransformer3DModel": Facts(
+            "LTX-Video 2B and 13B",
+            (64, 128),
+            pipelines=("LTXPipeline", "LTXConditionPipeline"),
+        ),
+    },
     video_attention=r"transformer_blocks\.\d+\.attn1",
     grid=_grid,
     preset=preset_as_wan,
     pipeline_values=("LTXConditionPipeline", _PIPELINE_SIDES),
+    masks="cross-attention",
+    others="frames of conditions before the video",
+    grid_source="num_frames, height, width, or the running LTXConditionPipeline",
 )

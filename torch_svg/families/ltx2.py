@@ -3,7 +3,7 @@
 import math
 
 from ..grid import TokenGrid
-from .base import Family, preset_as_wan
+from .base import Facts, Family, preset_as_wan
 
 
 def _grid(transformer, inputs) -> TokenGrid:
@@ -27,9 +27,18 @@ def _default_processor(transformer, path, module):
 
 LTX2 = Family(
     name="ltx2",
-    transformers=("LTX2VideoTransformer3DModel",),
+    transformers={
+        "LTX2VideoTransformer3DModel": Facts(
+            "LTX-2, LTX-2.3",
+            (128,),
+            note="DFR pipelines, which give no grid, and masks over the video are refused",
+        ),
+    },
     video_attention=r"transformer_blocks\.\d+\.attn1",
     grid=_grid,
     preset=preset_as_wan,
     default_processor=_default_processor,
+    masks="cross-attention",
+    others="frames of conditions and references after the video; audio has a stream of its own",
+    grid_source="num_frames, height, width",
 )

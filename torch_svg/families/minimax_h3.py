@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..grid import TokenGrid
-from .base import Family, host_values, preset_as_wan
+from .base import Facts, Family, host_values, preset_as_wan
 
 
 def _grid(transformer, inputs) -> TokenGrid:
@@ -39,8 +39,11 @@ def _grid(transformer, inputs) -> TokenGrid:
 
 MINIMAX_H3 = Family(
     name="minimax_h3",
-    transformers=("MiniMaxH3Transformer3DModel",),
+    transformers={"MiniMaxH3Transformer3DModel": Facts("MiniMax-H3", (128,))},
     video_attention=r"transformer_blocks\.\d+\.attn",
     grid=_grid,
     preset=preset_as_wan,
+    text="before the video",
+    others="conditions and audio before the video",
+    grid_source="position_ids and video_indices, read from the device once a generation",
 )

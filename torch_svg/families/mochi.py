@@ -3,7 +3,7 @@
 import torch
 
 from ..grid import TokenGrid
-from .base import Family, TextMask, patched_grid, preset_as_wan
+from .base import Facts, Family, TextMask, patched_grid, preset_as_wan
 
 
 def _grid(transformer, inputs) -> TokenGrid:
@@ -24,10 +24,12 @@ def _keep_all(mask: torch.Tensor) -> torch.Tensor:
 
 MOCHI = Family(
     name="mochi",
-    transformers=("MochiTransformer3DModel",),
+    transformers={"MochiTransformer3DModel": Facts("Mochi 1", (128,))},
     video_attention=r"transformer_blocks\.\d+\.attn1",
     grid=_grid,
     preset=preset_as_wan,
     default_processor=_default_processor,
     text_mask=TextMask("attention_mask", _keep_all),
+    text="after the video",
+    masks="key lengths",
 )

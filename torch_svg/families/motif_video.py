@@ -4,7 +4,7 @@ import dataclasses
 import re
 
 from ..grid import TokenGrid
-from .base import Family, patched_grid, preset_as_wan
+from .base import Facts, Family, patched_grid, preset_as_wan
 
 
 def _grid(transformer, inputs) -> TokenGrid:
@@ -23,9 +23,12 @@ def _layer_grid(transformer, path, grid) -> TokenGrid:
 
 MOTIF_VIDEO = Family(
     name="motif_video",
-    transformers=("MotifVideoTransformer3DModel",),
+    transformers={"MotifVideoTransformer3DModel": Facts("Motif-Video", (128,))},
     video_attention=r"(single_)?transformer_blocks\.\d+\.attn",
     grid=_grid,
     preset=preset_as_wan,
     layer_grid=_layer_grid,
+    text="after the video",
+    masks="key lengths",
+    others="image tokens with the text's; in decoder layers the encoder's video instead",
 )

@@ -2,7 +2,7 @@
 
 from ..config import Preset
 from ..grid import TokenGrid
-from .base import Family, patched_grid, rotate_pairs
+from .base import Facts, Family, patched_grid, rotate_pairs
 
 _SVG_SCRIPTS = "Sparse-VideoGen's Wan scripts: sparsity 0.30, 3 % of layers and 20 % of steps (I2V: 35 %) dense"
 
@@ -24,14 +24,21 @@ def _apply_rotary(x, rotary):
 
 WAN = Family(
     name="wan",
-    transformers=(
-        "WanTransformer3DModel",
-        "WanVACETransformer3DModel",
-        "WanAnimateTransformer3DModel",
-        "ChronoEditTransformer3DModel",
-        # its diffusion-forcing mode attends causally, by a mask that sparse attention refuses
-        "SkyReelsV2Transformer3DModel",
-    ),
+    transformers={
+        "WanTransformer3DModel": Facts(
+            "Wan 2.1 and 2.2: T2V, I2V, FLF2V, TI2V-5B, Lucy",
+            (128,),
+            pipelines=("WanPipeline", "WanImageToVideoPipeline"),
+        ),
+        "WanVACETransformer3DModel": Facts("Wan 2.1 VACE", (128,)),
+        "WanAnimateTransformer3DModel": Facts("Wan 2.2 Animate", (128,)),
+        "ChronoEditTransformer3DModel": Facts("ChronoEdit", (128,)),
+        "SkyReelsV2Transformer3DModel": Facts(
+            "SkyReels-V2",
+            (128,),
+            note="its causal (diffusion-forcing) mode is refused",
+        ),
+    },
     video_attention=r"(vace_)?blocks\.\d+\.attn1",
     grid=_grid,
     preset=_preset,
