@@ -1,65 +1,71 @@
 """Whole transformers of released sizes, one layer, traced through torch_xla and compiled for an absent TPU."""
 
+import inspect
+import json
+
 import diffusers
 import pytest
-import torch
-from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 
-from torch_svg import SparseVideoAttnProcessor, SparseVideoConfig, aot, bridge
+from benchmarks import aot_models
+from benchmarks.released import RELEASED
+from torch_svg import aot
+from torch_svg.families import FAMILIES
 
-pytestmark = [
+needs_compiler = [
     pytest.mark.aot,
     pytest.mark.skipif(aot.available() is not None, reason=str(aot.available())),
 ]
 
 
-def wan(device, heads, ffn):
-    """One layer of Wan with placeholders for weights: shapes without memory."""
-    import torch_xla.core.xla_builder as xla_builder
-
-    with torch.device("meta"):
-        model = diffusers.WanTransformer3DModel(num_attention_heads=heads, ffn_dim=ffn, num_layers=1).eval()
-    model.rope = WanRotaryPosEmbed(128, (1, 2, 2), 1024).to(device)
-    kept_in_f32 = ("time_embedder", "scale_shift_table", "norm1", "norm2", "norm3")
-    weights = {
-        name: xla_builder.create_placeholder_tensor(
-            tuple(weight.shape), torch.float32 if any(part in name for part in kept_in_f32) else torch.bfloat16
-        )
-        for name, weight in model.named_parameters()
-    }
-
-    def forward(latents):
-        hidden_states = xla_builder.create_placeholder_tensor((1, 16, *latents), torch.bfloat16)
-        text = xla_builder.create_placeholder_tensor((1, 512, 4096), torch.bfloat16)
-        timestep = torch.tensor([500]).to(device)
-        arguments = (hidden_states, timestep, text)
-        with torch.no_grad():
-            return torch.func.functional_call(model, weights, arguments, {"return_dict": False}, strict=False)[0]
-
-    return model, forward
-
-
 @pytest.mark.parametrize(
-    ("chip", "heads", "ffn", "latents", "largest_mib"),
+    ("name", "chip", "largest_mib"),
     [
         # Wan 1.3B, 480p, 81 frames: 32,760 tokens, frames of 1,560
-        pytest.param("v5e", 12, 8960, (21, 60, 104), 700, id="1.3B-480p-v5e"),
+        pytest.param("wan-1.3b", "v5e", 700, id="1.3B-480p-v5e", marks=needs_compiler),
         # Wan 14B, 720p, 81 frames: 75,600 tokens, frames of 3,600
-        pytest.param("v6e", 40, 13824, (21, 90, 160), 4200, id="14B-720p-v6e", marks=pytest.mark.slow),
+        pytest.param("wan-14b-720p", "v6e", 4200, id="14B-720p-v6e", marks=[*needs_compiler, pytest.mark.slow]),
     ],
 )
-def test_a_released_size_compiles_without_a_tokens_by_tokens_array(chip, heads, ffn, latents, largest_mib, xla_device):
-    model, forward = wan(xla_device, heads, ffn)
-    processor = SparseVideoAttnProcessor(SparseVideoConfig(warmup_steps=0, dense_layers=0))
-    model.set_attn_processor(processor)
-    with bridge.lowering_for("tpu"):
-        out = forward(latents)
-        compiled = aot.compile_pending([out], chip=chip)
-    tokens = latents[0] * latents[1] // 2 * latents[2] // 2
-    kernels = [op for op in compiled.operations() if op.kind == "kernel"]
-    assert len(kernels) >= 2, "one kernel for self-attention, one for cross-attention"
-    size, shape, name = compiled.largest_array()
-    assert size <= largest_mib * 2**20 < tokens**2, (size, shape, name)
-    assert compiled.memory.total < compiled.chip.hbm_bytes
-    gib = compiled.memory.total / 2**30
-    print(f"{chip}: HBM {gib:.2f} GiB, largest array {shape}, {compiled.compile_seconds:.0f} s")
+def test_a_released_size_compiles_without_a_tokens_by_tokens_array(name, chip, largest_mib, xla_device):
+    result = aot_models.compile_released(name, chip)
+    assert result.kernels >= 2, "one kernel for self-attention, one for cross-attention"
+    size, shape = result.largest_array
+    assert size <= largest_mib * 2**20 < result.tokens**2, (size, shape)
+    assert not result.square_arrays
+    assert result.total < aot.CHIPS[chip].hbm_bytes
+    print(f"{chip}: HBM {result.total / 2**30:.2f} GiB, largest array {shape}, {result.compile_seconds:.0f} s")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_compiler) for name in RELEASED])
+def test_every_released_transformer_compiles_for_one_chip(name, xla_device):
+    result = aot_models.compile_released(name)
+    assert result.grid == RELEASED[name].grid
+    assert result.video_layers >= 1 and result.kernels >= result.video_layers
+    assert not result.square_arrays
+    assert result.total < aot.CHIPS["v6e"].hbm_bytes
+    print(json.dumps(aot_models.asdict(result)))
+
+
+def test_every_served_class_has_a_released_size_with_the_head_dim_of_the_table():
+    seen = {}
+    for entry in RELEASED.values():
+        arguments = inspect.signature(getattr(diffusers, entry.transformer).__init__).parameters
+        config = {name: argument.default for name, argument in arguments.items()} | entry.config
+        head_dim = config.get("attention_head_dim") or config.get("head_dim") or sum(config["axes_dims"])
+        seen.setdefault(entry.transformer, set()).add(head_dim)
+        assert set(entry.cut) <= set(config)
+    facts = {name: facts for family in FAMILIES for name, facts in family.transformers.items()}
+    assert seen.keys() == facts.keys()
+    for name, head_dims in seen.items():
+        assert head_dims <= set(facts[name].head_dims), name
+
+
+def test_attention_matrices_are_found_and_activations_are_not():
+    text = "f32[2,4,1500,1500] bf16[1,1500,1536] pred[1,1,1500,1700] bf16[1500,64]"
+    assert aot_models.square_arrays(text, 1500, 1600, {64, 1536}) == ["[1,1,1500,1700]", "[2,4,1500,1500]"]
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(ValueError, match="expected one of"):
+        aot_models.compile_released("wan-99b")

@@ -7,7 +7,7 @@ import functools
 import logging
 import math
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -156,13 +156,14 @@ class Binding:
         layer_plans = {}
         if family.layer_grid is not None:
             for path, index in self._video_order.items():
-                layer_plans[index] = plan_for(family.layer_grid(transformer, path, grid), *rules)
+                # the same patterns on the video; the other tokens, exact there too, do not count as text
+                layer_plans[index] = replace(plan, grid=family.layer_grid(transformer, path, grid))
         pipeline_step, num_steps = running_step()
         step, fresh = processor.counter.advance(inputs.get(family.timestep_argument), pipeline_step)
         if fresh:
             processor.record.start_generation()
         record = processor.record
-        record.plan = plan
+        record.plan, record.layer_plans = plan, layer_plans
         record.start_forward(step)
         if resolved.dense_reason is not None:
             if not self._warned:

@@ -91,16 +91,13 @@ class SparseVideoAttnProcessor:
 
     def report(self) -> RunReport:
         """What the last generation computed (fetches it from the device)."""
-        plan = self.record.plan
-        if plan is None:
-            return self.record.report([1.0] * 3, [1.0] * 3)
-        densities = [pair_density(pattern, plan.grid) for pattern in plan.patterns]
-        if self.record.implementation == "reference":
-            # no tiles there: a query row meets its own keys and no others
-            return self.record.report(densities, densities)
-        small = self.record.implementation == "xla"
-        blocks = small_blocks_for(plan.grid) if small else blocks_for(plan.grid, self.record.head_dim)
-        return self.record.report(densities, [tile_density(plan, blocks, kind) for kind in range(len(plan.patterns))])
+        record = self.record
+        if record.plan is None:
+            return record.report([1.0] * 3, [1.0] * 3)
+        plans = [record.layer_plans.get(layer, record.plan) for layer in range(record.num_layers)]
+        shares = {plan: self._densities(plan) for plan in {*plans, record.plan}}
+        by_layer = [shares[plan] for plan in plans or [record.plan]]
+        return record.report([pairs for pairs, _ in by_layer], [tiles for _, tiles in by_layer])
 
     def reset(self) -> None:
         """Starts a new generation: steps count from zero, the record is empty. Needed only when a transformer is
@@ -179,6 +176,16 @@ class SparseVideoAttnProcessor:
             raise NotImplementedError(f"{type(attn).__name__} is not a module of {type(forward.model).__name__}")
         binding.begin_forward(forward.model, forward.args, forward.kwargs)
         return self._layers[attn]
+
+    def _densities(self, plan: Plan) -> tuple[list[float], list[float]]:
+        """Pair and tile density of every head kind of a plan."""
+        pairs = [pair_density(pattern, plan.grid) for pattern in plan.patterns]
+        if self.record.implementation == "reference":
+            # no tiles there: a query row meets its own keys and no others
+            return pairs, pairs
+        small = self.record.implementation == "xla"
+        blocks = small_blocks_for(plan.grid) if small else blocks_for(plan.grid, self.record.head_dim)
+        return pairs, [tile_density(plan, blocks, kind) for kind in range(len(plan.patterns))]
 
     def _run_video(self, binding: Binding, layer: Layer, core, attn, hidden_states, args, kwargs):
         """Video self-attention: the layer's processor around ``core``, which gets the video first and then the rest

@@ -120,6 +120,13 @@ class RunRecord:
         self.implementation: str | None = None
         self.head_dim: int = 128
         self.plan = None
+        # plans of layers whose sequence is another one
+        self.layer_plans: dict[int, object] = {}
+
+    @property
+    def num_layers(self) -> int:
+        """Video layers that ran with a plan, up to the last one."""
+        return 1 + max((index for forward in self.forwards for index in forward.kinds), default=-1)
 
     def start_forward(self, step: int) -> None:
         call = self.forwards[-1].call + 1 if self.forwards and self.forwards[-1].step == step else 0
@@ -135,10 +142,10 @@ class RunRecord:
         """Fetches what was recorded.
 
         Args:
-            densities: Pair density of every head kind of the plan.
-            tile_densities: Tile density of every head kind.
+            densities: (kinds,) pair density of every head kind; (layers, kinds) where layers differ.
+            tile_densities: Tile densities, in the same form.
         """
-        layers = 1 + max((i for f in self.forwards for i in f.kinds), default=-1)
+        layers = self.num_layers
         heads = max((k.numel() for f in self.forwards for k in f.kinds.values()), default=0)
         kinds = np.full((len(self.forwards), layers, heads), -1, dtype=np.int8)
         errors = np.full((len(self.forwards), layers, 2), np.nan, dtype=np.float32)
@@ -149,9 +156,10 @@ class RunRecord:
             for layer, values in errors_by_layer.items():
                 sparse = values.reshape(-1, values.shape[-1])[:, :2]
                 errors[row, layer] = np.median(sparse.min(1)), np.median(sparse.max(1))
-        present = kinds[kinds >= 0]
-        counts = [int((present == kind).sum()) for kind in range(len(KIND_NAMES))]
-        sparse_counts = [0 if density >= 1 else count for count, density in zip(counts, densities, strict=True)]
+        # (layers, kinds)
+        counts = (kinds[..., None] == np.arange(len(KIND_NAMES))).sum(axis=(0, 2))
+        densities, tile_densities = (np.broadcast_to(shares, counts.shape) for shares in (densities, tile_densities))
+        sparse_counts = np.where(densities >= 1, 0, counts)
         return RunReport(
             implementation=self.implementation,
             grid=None if self.plan is None else (self.plan.grid.frames, self.plan.grid.height, self.plan.grid.width),
@@ -160,7 +168,7 @@ class RunRecord:
             tile_density=_weighted(counts, tile_densities),
             kinds=kinds,
             steps=np.array([forward.step for forward in self.forwards], dtype=np.int32),
-            head_kinds=dict(zip(KIND_NAMES, counts, strict=True)),
+            head_kinds=dict(zip(KIND_NAMES, counts.sum(axis=0).tolist(), strict=True)),
             dense_steps=sorted(self.dense_steps),
             dense_layers=sorted(self.dense_layers),
             probe_errors=errors,
@@ -169,8 +177,7 @@ class RunRecord:
 
 
 def _weighted(counts, densities) -> float:
-    total = sum(counts)
-    return float(sum(c * d for c, d in zip(counts, densities, strict=True)) / total) if total else 1.0
+    return float((counts * densities).sum() / counts.sum()) if counts.any() else 1.0
 
 
 def _fetch(forwards):
