@@ -346,6 +346,7 @@ RELEASED: dict[str, Released] = {
     "framepack": Released(
         "FramePackI2V_HY", "HunyuanVideoFramepackTransformer3DModel",
         {"has_image_proj": True, "has_clean_x_embedder": True}, _ONE_OF_EACH, _framepack, (9, 45, 80),
+        patches=("framepack_text_length",),
     ),
     "cogvideox-5b": Released(
         "CogVideoX-5b", "CogVideoXTransformer3DModel",

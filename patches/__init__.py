@@ -11,6 +11,7 @@ Example:
 """
 
 from . import (
+    framepack_text_length,
     host_timesteps,
     hunyuan15_text_order,
     nearest_upsampling,
@@ -27,13 +28,14 @@ _PATCHES = {
         nearest_upsampling,
         unipc_solve,
         host_timesteps,
+        framepack_text_length,
         hunyuan15_text_order,
         timesteps_to_device,
         transformer_graphs,
     )
 }
 
-__all__ = ["apply", "list_patches", "revert"]
+__all__ = ["applied", "apply", "list_patches", "revert"]
 
 
 def apply(pipe=None, names=None):
@@ -68,6 +70,15 @@ def revert(names=None):
     """
     for name in _known(_PATCHES if names is None else names):
         _PATCHES[name].revert()
+
+
+def applied(name):
+    """Whether a patch is in place.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    return _PATCHES[_known([name])[0]].applied
 
 
 def list_patches():

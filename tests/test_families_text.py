@@ -99,16 +99,15 @@ def other_prompts(inputs):
     return changed
 
 
-# HunyuanVideo 1.5 sorts its text by boolean indexing without it; Framepack cuts a batch of one to its prompt
-NEEDS_PATCH = ("hunyuan_video15", "hunyuan_video15_t2v")
-A_GRAPH_FOR_EACH_LENGTH = ("framepack_alone",)
+# HunyuanVideo 1.5 sorts its text by boolean indexing without them, Framepack cuts its text on the host
+NEEDS_PATCH = ("hunyuan_video15", "hunyuan_video15_t2v", "framepack", "framepack_alone")
 
 
 @pytest.fixture
-def sorting_patch():
-    patches.apply(names=["hunyuan15_text_order"])
+def text_patches():
+    patches.apply(names=["hunyuan15_text_order", "framepack_text_length"])
     yield
-    patches.revert(["hunyuan15_text_order"])
+    patches.revert(["hunyuan15_text_order", "framepack_text_length"])
 
 
 def compiles():
@@ -124,10 +123,9 @@ def compiles():
     [
         pytest.param(name, marks=() if name in ON_XLA_BY_DEFAULT else pytest.mark.slow)
         for name in CASES
-        if name not in A_GRAPH_FOR_EACH_LENGTH
     ],
 )
-def test_prompts_of_other_lengths_are_no_new_graph(name, xla_device, sorting_patch):
+def test_prompts_of_other_lengths_are_no_new_graph(name, xla_device, text_patches):
     make, inputs, grid, _ = make_case(name)
     transformer = make()
     torch_svg.enable(transformer, sparse_config(grid))
@@ -141,7 +139,7 @@ def test_prompts_of_other_lengths_are_no_new_graph(name, xla_device, sorting_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NEEDS_PATCH)
-def test_the_patch_that_sorts_text_without_waiting_changes_no_result(name, xla_device, sorting_patch):
+def test_the_patches_of_text_change_no_result(name, xla_device, text_patches):
     make, inputs, *_ = make_case(name)
     expected = run(make(), inputs)
     assert_close("default processors", run(make(), inputs, xla_device), expected, 1e-5)
@@ -169,7 +167,7 @@ def test_the_mask_that_a_processor_makes_of_all_pairs_of_tokens_never_exists(mon
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mochi", *NEEDS_PATCH])
-def test_a_forward_is_one_graph_that_waits_for_nothing(name, xla_device, sorting_patch):
+def test_a_forward_is_one_graph_that_waits_for_nothing(name, xla_device, text_patches):
     import torch_xla
     from torch_xla.debug import metrics
 
@@ -180,7 +178,7 @@ def test_a_forward_is_one_graph_that_waits_for_nothing(name, xla_device, sorting
     torch_xla.sync()
     metrics.clear_all()
     with torch.no_grad():
-        # their own code looks for the valid text tokens of every row, Mochi's in every layer
+        # without the patches, the models look for the valid text tokens of every row; Mochi does in every layer
         transformer(**inputs, return_dict=False)
     torch_xla.sync()
     assert not [name for name in metrics.counter_names() if name.startswith("aten::")]

@@ -81,7 +81,7 @@ def test_every_target_is_found_in_the_newest_served_diffusers():
 
 def test_apply_takes_what_the_pipeline_needs():
     pipe = random_tiny_wan_pipeline()
-    others = {"hunyuan15_text_order"}
+    others = {"framepack_text_length", "hunyuan15_text_order"}
     assert set(patches.apply(pipe)) == {patch.name for patch in patches.list_patches()} - others
     patches.revert()
     pipe.scheduler = diffusers.DDIMScheduler()

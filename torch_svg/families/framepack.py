@@ -1,5 +1,6 @@
 """Framepack: [older frames, coarser with age | frames to generate | image and text]; all but the middle stay exact."""
 
+from .. import patches
 from ..config import Preset
 from ..grid import TokenGrid
 from .base import Facts, Family, host_values, patched_grid, segment_tokens
@@ -23,8 +24,10 @@ def _leading_tokens(transformer, inputs) -> int:
 
 def _grid(transformer, inputs) -> TokenGrid:
     mask = inputs["encoder_attention_mask"]
-    # a batch of one has its padding cut off, for which the model reads the length on the host as well
-    prompt_tokens = int(host_values(mask).sum()) if mask.shape[0] == 1 else mask.shape[1]
+    prompt_tokens = mask.shape[1]
+    if mask.shape[0] == 1 and not (mask.device.type == "xla" and patches.applied("framepack_text_length")):
+        # a batch of one has its padding cut off, for which the model reads the length on the host as well
+        prompt_tokens = int(host_values(mask).sum())
     others = _leading_tokens(transformer, inputs) + inputs["image_embeds"].shape[1] + prompt_tokens
     return patched_grid(transformer, inputs["hidden_states"].shape[2:], text_tokens=others)
 
@@ -39,7 +42,7 @@ FRAMEPACK = Family(
         "HunyuanVideoFramepackTransformer3DModel": Facts(
             "Framepack",
             (128,),
-            note="a batch of one is cut to its prompt's length on the host: a graph for each length",
+            note="with torch_svg.patches, else it waits for the device, and each prompt length is a graph of its own",
         ),
     },
     video_attention=HUNYUAN_VIDEO.video_attention,

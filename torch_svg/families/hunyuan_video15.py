@@ -34,7 +34,7 @@ HUNYUAN_VIDEO15 = Family(
         "HunyuanVideo15Transformer3DModel": Facts(
             "HunyuanVideo 1.5: T2V, I2V",
             (128,),
-            note="with torch_svg.patches, else it waits for the device a dozen times a forward",
+            note="with torch_svg.patches, else it waits for the device, and each prompt length is a graph of its own",
         ),
     },
     video_attention=r"transformer_blocks\.\d+\.attn",
