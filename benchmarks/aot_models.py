@@ -110,6 +110,11 @@ def build(released: Released, make: Placeholders) -> tuple[torch.nn.Module, dict
         else make.noise(*weight.shape, dtype=weight.dtype)
         for name, weight in model.named_parameters()
     }  # fmt: skip
+    for module in model.modules():
+        # some keep a table as a plain attribute, which is no buffer
+        for name, table in list(vars(module).items()):
+            if isinstance(table, torch.Tensor):
+                setattr(module, name, make.noise(*table.shape, dtype=table.dtype))
     buffers = {name: make.noise(*buffer.shape, dtype=buffer.dtype) for name, buffer in model.named_buffers()}
     return model, {**weights, **buffers}
 
