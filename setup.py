@@ -23,6 +23,7 @@ core = [
     "ftfy",
     "sentencepiece",
     "rich>=13",
+    "jinja2>=3",
 ]
 extras = {
     # the compiler and runtime of the TPU; also what compiles ahead of time on a machine without one

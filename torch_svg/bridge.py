@@ -209,12 +209,14 @@ class Metrics:
 
     Attributes:
         compiles: Graphs compiled.
+        compile_seconds: Time that took.
         executions: Graphs executed.
         host_reads: Tensors read from the device.
         fallbacks: Operations that ran on the host for lack of a lowering -> how often.
     """
 
     compiles: int
+    compile_seconds: float
     executions: int
     host_reads: int
     fallbacks: dict[str, int]
@@ -229,8 +231,11 @@ def metrics():
         data = debug.metric_data(name)
         return 0 if data is None else data[0]
 
+    compiling = debug.metric_data("CompileTime")
     return Metrics(
         compiles=count("CompileTime"),
+        # its total is in nanoseconds
+        compile_seconds=0.0 if compiling is None else compiling[1] / 1e9,
         executions=count("ExecuteTime"),
         host_reads=count("TransferFromDeviceTime"),
         fallbacks={

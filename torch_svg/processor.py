@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import weakref
@@ -19,7 +20,7 @@ from .kernels.tuning import blocks_for, small_blocks_for
 from .pattern import Plan, pair_density
 from .report import RunRecord, RunReport
 from .routing import choose_kinds, sample_rows
-from .worktable import tile_density
+from .worktable import Blocks, tile_density
 
 DENSE_KIND = 2
 
@@ -97,7 +98,12 @@ class SparseVideoAttnProcessor:
         plans = [record.layer_plans.get(layer, record.plan) for layer in range(record.num_layers)]
         shares = {plan: self._densities(plan) for plan in {*plans, record.plan}}
         by_layer = [shares[plan] for plan in plans or [record.plan]]
-        return record.report([pairs for pairs, _ in by_layer], [tiles for _, tiles in by_layer])
+        blocks = self._blocks(record.plan)
+        return record.report(
+            [pairs for pairs, _ in by_layer],
+            [tiles for _, tiles in by_layer],
+            blocks and dataclasses.asdict(blocks),
+        )
 
     def reset(self) -> None:
         """Starts a new generation: steps count from zero, the record is empty. Needed only when a transformer is
@@ -180,12 +186,16 @@ class SparseVideoAttnProcessor:
     def _densities(self, plan: Plan) -> tuple[list[float], list[float]]:
         """Pair and tile density of every head kind of a plan."""
         pairs = [pair_density(pattern, plan.grid) for pattern in plan.patterns]
-        if self.record.implementation == "reference":
-            # no tiles there: a query row meets its own keys and no others
-            return pairs, pairs
-        small = self.record.implementation == "xla"
-        blocks = small_blocks_for(plan.grid) if small else blocks_for(plan.grid, self.record.head_dim)
-        return pairs, [tile_density(plan, blocks, kind) for kind in range(len(plan.patterns))]
+        blocks = self._blocks(plan)
+        return pairs, pairs if blocks is None else [tile_density(plan, blocks, k) for k in range(len(plan.patterns))]
+
+    def _blocks(self, plan: Plan) -> Blocks | None:
+        """The block sizes that ran; None for the reference, where a query row meets its own keys and no others."""
+        if self.record.implementation in (None, "reference"):
+            return None
+        if self.record.implementation == "xla":
+            return small_blocks_for(plan.grid)
+        return blocks_for(plan.grid, self.record.head_dim)
 
     def _run_video(self, binding: Binding, layer: Layer, core, attn, hidden_states, args, kwargs):
         """Video self-attention: the layer's processor around ``core``, which gets the video first and then the rest

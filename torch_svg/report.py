@@ -7,12 +7,16 @@ last step.
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
+
+from . import bridge
+from .pattern import Plan
 
 KIND_NAMES = ("spatial", "temporal", "dense")
 KIND_COLOURS = ("#4c78a8", "#f2a93b", "#c9c9c9")
@@ -50,6 +54,11 @@ class RunReport:
         probe_errors: (forwards, layers, 2) median over heads of the probe's error, best and worst pattern; NaN where
             there is none.
         fallbacks: Reason -> number of attention calls that ran dense for it.
+        density_by_forward: (forwards,) pair density of every forward, mean over layers and heads.
+        plan: The grid and the mask of every kind, in the order of `KIND_NAMES`; None when nothing sparse ran.
+        blocks: Block sizes of the kernel, None where there are no blocks.
+        compiles, compile_seconds: XLA graphs compiled since the generation's first forward, and their time; None
+            where no XLA device ran.
     """
 
     implementation: str | None
@@ -64,6 +73,11 @@ class RunReport:
     dense_layers: list[int]
     probe_errors: np.ndarray
     fallbacks: dict[str, int]
+    density_by_forward: np.ndarray
+    plan: Plan | None = None
+    blocks: dict[str, object] | None = None
+    compiles: int | None = None
+    compile_seconds: float | None = None
 
     def to_dict(self) -> dict:
         """Plain JSON types; arrays become lists."""
@@ -75,14 +89,22 @@ class RunReport:
         return fields
 
     def save(self, folder) -> None:
-        """Writes ``report.json`` and ``routing.png`` into a folder (made if missing)."""
+        """Writes ``report.json``, ``routing.png`` and ``report.html``, a page that needs nothing else, into a folder
+        (made if missing)."""
+        from .report_page import report_page
+
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "report.json").write_text(json.dumps(self.to_dict(), indent=2) + "\n")
         self.save_routing_map(folder / "routing.png")
+        (folder / "report.html").write_text(report_page(self), encoding="utf-8")
 
     def save_routing_map(self, path) -> None:
         """Draws the kind of every head, layers downwards with their heads, forwards to the right, in three colours."""
+        self.routing_figure().savefig(path, bbox_inches="tight")
+
+    def routing_figure(self):
+        """The routing map as a matplotlib figure."""
         from matplotlib.colors import BoundaryNorm, ListedColormap
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
@@ -103,7 +125,7 @@ class RunReport:
         axes.set_title(f"head kinds, pair density {self.pair_density:.2f}")
         legend = [Patch(color=colour, label=name) for name, colour in zip(KIND_NAMES, KIND_COLOURS, strict=True)]
         axes.legend(handles=legend, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
-        figure.savefig(path, bbox_inches="tight")
+        return figure
 
 
 class RunRecord:
@@ -119,9 +141,11 @@ class RunRecord:
         self.dense_layers: set[int] = set()
         self.implementation: str | None = None
         self.head_dim: int = 128
-        self.plan = None
+        self.plan: Plan | None = None
         # plans of layers whose sequence is another one
-        self.layer_plans: dict[int, object] = {}
+        self.layer_plans: dict[int, Plan] = {}
+        # only a process that has torch_xla can compile with it
+        self._metrics_before = bridge.metrics() if "torch_xla" in sys.modules else None
 
     @property
     def num_layers(self) -> int:
@@ -138,13 +162,15 @@ class RunRecord:
         forward.kinds[index] = kinds.detach()
         forward.errors[index] = errors.detach()
 
-    def report(self, densities, tile_densities) -> RunReport:
+    def report(self, densities, tile_densities, blocks: dict[str, object] | None = None) -> RunReport:
         """Fetches what was recorded.
 
         Args:
             densities: (kinds,) pair density of every head kind; (layers, kinds) where layers differ.
             tile_densities: Tile densities, in the same form.
+            blocks: Block sizes of the kernel.
         """
+        compiles, compile_seconds = self._compiles()
         layers = self.num_layers
         heads = max((k.numel() for f in self.forwards for k in f.kinds.values()), default=0)
         kinds = np.full((len(self.forwards), layers, heads), -1, dtype=np.int8)
@@ -156,8 +182,9 @@ class RunRecord:
             for layer, values in errors_by_layer.items():
                 sparse = values.reshape(-1, values.shape[-1])[:, :2]
                 errors[row, layer] = np.median(sparse.min(1)), np.median(sparse.max(1))
-        # (layers, kinds)
-        counts = (kinds[..., None] == np.arange(len(KIND_NAMES))).sum(axis=(0, 2))
+        # (forwards, layers, kinds), then (layers, kinds)
+        counts_by_forward = (kinds[..., None] == np.arange(len(KIND_NAMES))).sum(axis=2)
+        counts = counts_by_forward.sum(axis=0)
         densities, tile_densities = (np.broadcast_to(shares, counts.shape) for shares in (densities, tile_densities))
         sparse_counts = np.where(densities >= 1, 0, counts)
         return RunReport(
@@ -173,7 +200,20 @@ class RunRecord:
             dense_layers=sorted(self.dense_layers),
             probe_errors=errors,
             fallbacks=dict(self.fallbacks),
+            density_by_forward=np.array([_weighted(one, densities) for one in counts_by_forward], dtype=np.float32),
+            plan=self.plan,
+            blocks=blocks,
+            compiles=compiles,
+            compile_seconds=compile_seconds,
         )
+
+    def _compiles(self) -> tuple[int | None, float | None]:
+        """Graphs compiled since the generation began, and the seconds that took."""
+        tensors = (tensor for forward in self.forwards for tensor in forward.kinds.values())
+        if self._metrics_before is None or not any(tensor.device.type == "xla" for tensor in tensors):
+            return None, None
+        now, before = bridge.metrics(), self._metrics_before
+        return now.compiles - before.compiles, now.compile_seconds - before.compile_seconds
 
 
 def _weighted(counts, densities) -> float:
