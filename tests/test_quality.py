@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 import subprocess
+from pathlib import Path
 
 import imageio.v2 as imageio
 import numpy as np
@@ -129,3 +131,14 @@ class TestCompare:
         for wrong in ({"prompts": []}, {"prompts": "a red ball", "seeds": ()}):
             with pytest.raises(ValueError, match="at least one prompt and one seed"):
                 compare(pipe, **wrong, **SETTINGS)
+
+
+def test_the_snippets_of_the_docs_run(pipe, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[1] / "docs/quality.md").read_text()
+    names = {"pipe": pipe, "settings": SETTINGS}
+    for snippet in re.findall(r"```python\n(.*?)```", text, flags=re.S):
+        # three latent frames: the first frame alone is a third of the pairs
+        exec(snippet.replace("target_psnr", "lowest=0.36, target_psnr"), names)
+    assert names["comparison"].rows[1].seed == 1 and (tmp_path / "outputs/comparison/1.mp4").exists()
+    assert names["found"].trials
