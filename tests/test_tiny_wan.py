@@ -80,7 +80,6 @@ def test_the_colour_of_the_caption_shows(videos):
     assert right >= 0.9 * len(videos), f"{right} of {len(videos)}: {shares}"
 
 
-@pytest.mark.xfail(strict=True, reason="after 4,850 steps the weights know colours, not yet the way of motion")
 def test_the_direction_of_the_caption_shows(videos):
     travels = []
     for (colour, way), frames in videos:
