@@ -170,7 +170,10 @@ def naive_attention(query, key, value, kinds, *, heads: int, plan: Plan, blocks:
     table = work_table(plan, blocks)
     items = [decode(item) for item in table.items]
     # a temporal head's first frame is not in the head's order: the mask does not know it, and it is full anyway
-    masked = [item if item.spatial or item.body == TAIL else replace(item, body=PARTIAL) for item in items]
+    kept = [item.spatial or item.body == TAIL for item in items]
+    masked = [
+        item if keep else replace(item, body=PARTIAL, at_end=False) for item, keep in zip(items, kept, strict=True)
+    ]
     codes = np.asarray([encode(item) for item in masked], np.int32)
     table = replace(table, items=codes, left_edges=(), right_edges=())
     place = Place(table.layout.rows // table.layout.unit)

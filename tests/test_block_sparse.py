@@ -113,6 +113,37 @@ def test_edge_bodies(softmax):
     check(plan, [[SPATIAL, TEMPORAL]], 128, "float32", blocks=blocks, softmax=softmax)
 
 
+def clipped_ends(table):
+    """(kind, whether its edge body's first granules are the hidden ones) of all items that hide granules."""
+    return {
+        (kind, item.at_end)
+        for kind in (SPATIAL, TEMPORAL)
+        for block in range(table.query_blocks)
+        for item in table.items_of(kind, block)
+        if item.granules < table.body_granules(item)
+    }
+
+
+# whole frames, whose key flags are constants, and padded ones, whose flags come from memory
+@pytest.mark.parametrize("grid", [TokenGrid(2, 8, 16), TokenGrid(2, 8, 17)], ids=str)
+@pytest.mark.parametrize("softmax", ["auto", "online"])
+def test_edge_bodies_of_which_one_end_is_hidden(grid, softmax):
+    plan, blocks = sparse_plan(grid, 0.45, "none"), Blocks(16, 2, (2, 1), 3)
+    assert clipped_ends(work_table(plan, blocks)) == {(k, end) for k in (SPATIAL, TEMPORAL) for end in (False, True)}
+    check(plan, [[SPATIAL, TEMPORAL, DENSE, TEMPORAL]], 64, blocks=blocks, softmax=softmax)
+
+
+def test_hidden_granules_do_not_keep_what_was_there():
+    # the slot of a hidden granule held keys of another head, and these are no numbers
+    plan, blocks = sparse_plan(TokenGrid(2, 8, 16), 0.45, "none"), Blocks(16, 2, (2, 1), 3)
+    inputs = arrays(plan.grid, 1, 3, 128)
+    for array in inputs[1:]:
+        array[:, :, 1] = np.nan
+    arguments = [jnp.asarray(x) for x in inputs] + [jnp.asarray([[SPATIAL, SPATIAL, TEMPORAL]], jnp.int32)]
+    got = run(block_sparse_attention, *arguments, plan=plan, blocks=blocks, interpret=True)
+    assert np.isnan(got[:, :, 1]).all() and np.isfinite(np.asarray(got)[:, :, [0, 2]]).all()
+
+
 def test_batch_row_equals_its_own_run():
     grid = TokenGrid(3, 6, 8)
     plan, kinds = sparse_plan(grid, 0.6), np.asarray([[0, 1], [1, 2]], np.int32)
@@ -128,6 +159,15 @@ def test_no_race_and_nothing_read_before_it_is_written(kind):
     plan = sparse_plan(TokenGrid(3, 8, 12), 0.6)
     params = pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait", uninitialized_memory="nan")
     check(plan, [[kind, kind]], 128, blocks=Blocks(16, 4, (2, 1), 2), interpret=params)
+    from jax._src.pallas.mosaic.interpret import races
+
+    assert not races.races_found
+
+
+def test_no_race_where_granules_are_hidden():
+    plan, blocks = sparse_plan(TokenGrid(2, 8, 16), 0.45, "none"), Blocks(16, 2, (2, 1), 3)
+    params = pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait", uninitialized_memory="nan")
+    check(plan, [[SPATIAL, TEMPORAL]], 128, blocks=blocks, interpret=params)
     from jax._src.pallas.mosaic.interpret import races
 
     assert not races.races_found

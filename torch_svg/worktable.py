@@ -21,6 +21,8 @@ from .pattern import Pattern, Plan
 # bodies of the kernel, as numbered in an item
 PARTIAL, TAIL, FIRST_FULL = 0, 1, 2
 
+# a granule on its own, masked on both sides, costs about as much as so many of an edge body (v6e schedules: 6)
+_PARTIAL_COST = 4
 # columns of queries that an edge body leaves out come in whole tiles of the matrix unit
 _COLUMN_TILE = 256
 _LANES = 128
@@ -100,6 +102,8 @@ class Item:
     body: int
     # granules are consecutive memory rows even in a temporal head
     spatial: bool = False
+    # of an edge body that has more granules: these are its last ones, not its first
+    at_end: bool = False
     # from this item on, keys of frame 0 are no longer seen (they were the sink)
     ends_sink: bool = False
 
@@ -161,8 +165,17 @@ class WorkTable:
 
     @property
     def item_granules(self) -> int:
-        """Granules of the largest item."""
-        return max(decode(item).granules for item in self.items)
+        """Granules of fast memory that the largest item needs."""
+        return max(self.body_granules(decode(item)) for item in self.items)
+
+    @property
+    def clipped(self) -> bool:
+        """Whether any item has fewer granules than its edge body, which then hides the others."""
+        return any(item.granules < self.body_granules(item) for item in map(decode, self.items))
+
+    def body_granules(self, item: Item) -> int:
+        """Granules that an item's body computes, hidden ones included."""
+        return len(self.edge(item.body).columns) if item.body >= self.first_edge else item.granules
 
     @property
     def starts(self) -> list[int]:
@@ -208,12 +221,39 @@ class WorkTable:
 
 
 def encode(item: Item) -> int:
-    return item.start << 15 | item.granules << 8 | item.body << 2 | item.spatial << 1 | item.ends_sink
+    flags = item.at_end << 7 | item.spatial << 1 | item.ends_sink
+    return item.start << 15 | item.granules << 8 | item.body << 2 | flags
 
 
 def decode(code: int) -> Item:
     code = int(code)
-    return Item(code >> 15, code >> 8 & 127, code >> 2 & 63, bool(code >> 1 & 1), bool(code & 1))
+    flags = (bool(read(code)) for read in (is_spatial, is_at_end, does_end_sink))
+    return Item(start_of(code), granules_of(code), body_of(code), *flags)
+
+
+# the fields of an encoded item: an int, or a traced scalar in a kernel
+def start_of(code):
+    return code >> 15
+
+
+def granules_of(code):
+    return code >> 8 & 127
+
+
+def is_at_end(code):
+    return code >> 7 & 1
+
+
+def body_of(code):
+    return code >> 2 & 31
+
+
+def is_spatial(code):
+    return code >> 1 & 1
+
+
+def does_end_sink(code):
+    return code & 1
 
 
 def coordinate_bounds(pattern: Pattern, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
@@ -312,9 +352,7 @@ def work_table(plan: Plan, blocks: Blocks) -> WorkTable:
 def tile_density(plan: Plan, blocks: Blocks, pattern: int) -> float:
     """Query-key pairs that the kernel computes for the video of one head, kept or masked, over all video pairs."""
     table = work_table(plan, blocks)
-    pairs = sum(
-        table.pairs_of(item) for block in range(table.query_blocks) for item in table.items_of(pattern, block)
-    )
+    pairs = sum(table.pairs_of(item) for block in range(table.query_blocks) for item in table.items_of(pattern, block))
     return pairs / plan.grid.video_tokens**2
 
 
@@ -449,25 +487,36 @@ def _block_items(cut: _Cuts, block: int, blocks: Blocks, edges: dict[str, tuple[
 
 
 def _edge_items(cut, block, full, rest, bodies, side, first_body) -> list[Item]:
-    """Edge bodies where they fit; what they cover is taken out of ``full`` and ``rest``."""
+    """Edge bodies where they fit, or fit but for one end; what they cover is taken out of ``full`` and ``rest``."""
     items: list[Item] = []
     if cut.edge_base[side] is None:
         return items
     query_rows = cut.low.shape[1]
     cuttable = cut.edge[side][block] & rest
     for number, edge in enumerate(bodies):
+        length = len(edge.columns)
         first = cut.starts[block] + cut.edge_base[side] + edge.first
-        stop = first + len(edge.columns)
-        if first < 0 or stop > len(rest) or not cuttable[first:stop].any():
+        inside = [step for step in range(length) if 0 <= first + step < len(rest)]
+        fits, wanted = np.zeros(length, bool), np.zeros(length, bool)
+        for step in inside:
+            granule = first + step
+            unseen = not full[granule] and not rest[granule]
+            whole = full[granule] and not cut.in_sink[granule] and edge.columns[step] == (0, query_rows)
+            wanted[step] = cuttable[granule]
+            fits[step] = wanted[step] or unseen or whole
+        begin, stop = _longest_run(fits)
+        # a body hides granules at one of its ends only
+        if (begin and stop < length) or _PARTIAL_COST * wanted[begin:stop].sum() < length:
             continue
-        covered = np.array([columns == (0, query_rows) for columns in edge.columns])
-        unseen = ~full[first:stop] & ~rest[first:stop]
-        whole = full[first:stop] & ~cut.in_sink[first:stop] & covered
-        if not (cuttable[first:stop] | unseen | whole).all():
-            continue
-        full[first:stop] = rest[first:stop] = False
-        items.append(Item(first, len(edge.columns), first_body + number))
+        full[first + begin : first + stop] = rest[first + begin : first + stop] = False
+        items.append(Item(first + begin, stop - begin, first_body + number, at_end=begin > 0))
     return items
+
+
+def _longest_run(flags: np.ndarray) -> tuple[int, int]:
+    """[first, last) of the longest stretch of true flags; (0, 0) if there is none."""
+    start, length = max(_runs(flags), key=lambda run: run[1], default=(0, 0))
+    return start, start + length
 
 
 def _full_items(start: int, length: int, blocks: Blocks, spatial: bool = False) -> list[Item]:

@@ -7,6 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ..worktable import body_of, granules_of, is_at_end, is_spatial, start_of
 from .kernel_shape import LANES, Inputs, KernelShape, Place, Scratch, Tables
 
 
@@ -50,10 +51,20 @@ class BlockCopies:
 
     # --- items ---
 
+    def skipped(self, item):
+        """Granules of the item's body that are hidden before its first."""
+        shape = self.shape
+        if not shape.clipped:
+            return 0
+        body, granules = body_of(item), 0
+        for number, edge in enumerate(shape.edges):
+            granules = jnp.where(body == shape.first_edge + number, len(edge.columns), granules)
+        return jnp.where(is_at_end(item) == 1, granules - granules_of(item), 0)
+
     def start_item(self, item, head, slot) -> None:
         """Starts the copies of an item's keys, values and key flags."""
         shape, inputs, at = self.shape, self.inputs, self.at
-        start, granules = item >> 15, item >> 8 & 127
+        start, granules, skipped = start_of(item), granules_of(item), self.skipped(item)
         batch, lanes = self._batch_of(head), self._lanes_of(head)
         first_unit = batch * shape.key_place.total_units + shape.key_place.start_units
         copies = [
@@ -64,7 +75,7 @@ class BlockCopies:
             copies.append((inputs.flags, pl.ds(0, LANES), at.key, pl.ds(shape.lanes, LANES), at.key_arrived))
 
         def copy(granule, count, in_frames):
-            target = pl.ds(granule * shape.key_units, count * shape.key_units)
+            target = pl.ds((skipped + granule) * shape.key_units, count * shape.key_units)
             for array, lane, buffer, to, arrived in copies:
                 at = buffer.at[slot, target, :, to]
                 if in_frames:
@@ -75,23 +86,26 @@ class BlockCopies:
                 source = array.at[pl.ds(first, count * shape.key_units), :, lane]
                 pltpu.make_async_copy(source, at, arrived.at[slot]).start()
 
+        # the commonest sizes with as few instructions as can be
+        sizes = {min(shape.full_granules[0], shape.item_granules), *(len(edge.columns) for edge in shape.edges)}
+
         def copy_all(in_frames):
-            # the commonest size with as few instructions as can be
-            most = min(shape.full_granules[0], shape.item_granules)
+            left = granules
+            for size in sizes:
+                at_once = (granules == size) & (skipped == 0)
+                left = jnp.where(at_once, 0, left)
 
-            @pl.when(granules == most)
-            def _():
-                for granule in range(most if in_frames else 1):
-                    copy(granule, 1 if in_frames else most, in_frames)
+                @pl.when(at_once)
+                def _(size=size):
+                    for granule in range(size if in_frames else 1):
+                        copy(granule, 1 if in_frames else size, in_frames)
 
-            @pl.when(granules != most)
-            def _():
-                lax.fori_loop(0, granules, lambda granule, _: (copy(granule, 1, in_frames), 0)[1], 0)
+            lax.fori_loop(0, left, lambda granule, _: (copy(granule, 1, in_frames), 0)[1], 0)
 
         if not shape.any_temporal:
             copy_all(False)
             return
-        in_frames = self._is_temporal(head) & (item >> 1 & 1 == 0)
+        in_frames = self._is_temporal(head) & (is_spatial(item) == 0)
         pl.when(in_frames)(lambda: copy_all(True))
         pl.when(jnp.logical_not(in_frames))(lambda: copy_all(False))
 

@@ -28,7 +28,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..worktable import FIRST_FULL, PARTIAL, TAIL
+from ..worktable import (
+    FIRST_FULL,
+    PARTIAL,
+    TAIL,
+    body_of,
+    does_end_sink,
+    granules_of,
+    is_at_end,
+    start_of,
+)
 from .block_copies import BlockCopies
 from .kernel_shape import LANES, TEXT_UNIT, Inputs, KernelShape, Scratch, Tables, scratch_shapes
 
@@ -99,9 +108,8 @@ class _QueryBlock:
             self._load_bounds()
         first_slot = at.slot[0]
         self.copies.wait_query(self.query_slot)
-        self._scale_query()
-        self.copies.wait_granules(self._item(0) >> 8 & 127, first_slot)
-        self._choose_offset(first_slot)
+        self.copies.wait_granules(granules_of(self._item(0)), first_slot)
+        self._take_query(first_slot)
         self._clear()
         if shape.text_units:
             self._attend_text()
@@ -140,12 +148,27 @@ class _QueryBlock:
     # --- before the items ---
 
     def _write_constant_flags(self) -> None:
+        for slot in range(2):
+            self._write_flags(slot, 0, self.shape.item_granules, hidden=False)
+
+    def _write_flags(self, slot, first, granules, hidden: bool) -> None:
+        """Writes the flag lanes of some granules: of unpadded frames, or of keys that nobody sees."""
         shape = self.shape
-        units = shape.item_granules * shape.key_units
-        flags = (2, units, shape.unit, LANES)
-        lane, unit = lax.broadcasted_iota(jnp.int32, flags, 3), lax.broadcasted_iota(jnp.int32, flags, 1)
-        in_frame_0 = (lane == 2) & (lax.rem(unit, shape.key_units) == 0)
-        self.at.key[:, :, :, shape.lanes :] = ((lane == 0) | in_frame_0).astype(shape.dtype)
+        flags = (shape.key_units, shape.unit, LANES)
+        lane, unit = lax.broadcasted_iota(jnp.int32, flags, 2), lax.broadcasted_iota(jnp.int32, flags, 0)
+        flags = (lane == 0) | (lane == 1 if hidden else (lane == 2) & (unit == 0))
+        flags = flags.astype(shape.dtype)
+
+        def write(granule, _):
+            units = pl.ds((first + granule) * shape.key_units, shape.key_units)
+            self.at.key[slot, units, :, shape.lanes :] = flags
+            if hidden:
+                # what an earlier item, or nobody, left there may be no number
+                self.at.key[slot, units, :, : shape.lanes] = jnp.zeros((*flags.shape[:2], shape.lanes), shape.dtype)
+                self.at.value[slot, units] = jnp.zeros((*flags.shape[:2], shape.lanes), shape.dtype)
+            return 0
+
+        lax.fori_loop(0, granules, write, 0)
 
     def _load_bounds(self) -> None:
         """Bounds of the block's queries, as distances that a key's scalar place is compared with."""
@@ -160,14 +183,33 @@ class _QueryBlock:
         # neighbouring rows of a temporal granule are neighbouring places of one frame
         return jnp.where(self.temporal, self.shape.key_units, 1)
 
-    def _scale_query(self) -> None:
-        shape = self.shape
-        query = self.at.query_in[self.query_slot].reshape(shape.query_rows, shape.lanes).astype(jnp.float32)
-        query = query * shape.scale
-        if shape.query_heads_per_lanes > 1:
-            lane = lax.broadcasted_iota(jnp.int32, query.shape, 1)
-            query = jnp.where(lax.div(lane, shape.head_lanes) == self._place_in_tile(), query, 0.0)
-        self.at.query[:, : shape.lanes] = query.astype(shape.dtype)
+    def _take_query(self, slot) -> None:
+        """Scales the block's queries, takes the softmax offset from their scores against a few keys of the first item,
+        and writes the flags. A few queries at a time: all at once would go through memory on the way."""
+        shape, at = self.shape, self.at
+        units = max(1, min(_OFFSET_KEYS, shape.granule_rows) // shape.unit)
+        first = self.copies.skipped(self._item(0)) * shape.key_units
+        keys = at.key[slot, pl.ds(first, units), :, : shape.lanes].reshape(units * shape.unit, shape.lanes)
+        step = max(1, _STEP // shape.unit)
+        peaks = []
+        for unit in range(0, at.query_in.shape[1], step):
+            query = at.query_in[self.query_slot, unit : unit + step]
+            query = query.reshape(-1, shape.lanes).astype(jnp.float32) * shape.scale
+            if shape.query_heads_per_lanes > 1:
+                lane = lax.broadcasted_iota(jnp.int32, query.shape, 1)
+                query = jnp.where(lax.div(lane, shape.head_lanes) == self._place_in_tile(), query, 0.0)
+            query = query.astype(shape.dtype)
+            at.query[unit * shape.unit : unit * shape.unit + query.shape[0], : shape.lanes] = query
+            if not shape.online:
+                scores = self._dot(keys, query, _KEYS_BY_QUERIES)
+                peaks.append(scores.reshape(scores.shape[0] // 8, 8, -1).max(axis=0))
+        at.offset[0] = 0.0 if shape.online else self._largest(peaks) - _BELOW_PEAK
+        self._write_query_flags(in_sink=True)
+
+    def _largest(self, peaks):
+        """Maximum over arrays of one shape but for the last."""
+        *alike, last = peaks
+        return jnp.maximum(functools.reduce(jnp.maximum, alike).max(), last.max()) if alike else last.max()
 
     def _place_in_tile(self):
         return lax.rem(lax.rem(self.head, self.shape.heads), self.shape.query_heads_per_lanes)
@@ -178,19 +220,6 @@ class _QueryBlock:
         if width == self.shape.lanes:
             return values
         return jnp.where(self._place_in_tile() == 0, values[:, :width], values[:, width:])
-
-    def _choose_offset(self, slot) -> None:
-        """Takes the block's offset from its scores against a few keys of the first item, and writes the flags."""
-        shape = self.shape
-        if shape.online:
-            self.at.offset[0] = 0.0
-            self._write_query_flags(in_sink=True)
-            return
-        units = max(1, min(_OFFSET_KEYS, shape.granule_rows) // shape.unit)
-        keys = self.at.key[slot, :units, :, : shape.lanes].reshape(units * shape.unit, shape.lanes)
-        scores = self._dot(keys, self.at.query[:, : shape.lanes], _KEYS_BY_QUERIES)
-        self.at.offset[0] = jnp.max(scores) - _BELOW_PEAK
-        self._write_query_flags(in_sink=True)
 
     def _write_query_flags(self, in_sink: bool) -> None:
         lane = lax.broadcasted_iota(jnp.int32, (self.shape.query_rows, LANES), 1)
@@ -207,14 +236,14 @@ class _QueryBlock:
 
     def _compute(self, item, index, slot) -> None:
         shape = self.shape
-        start, granules, body = item >> 15, item >> 8 & 127, item >> 2 & 63
+        body = body_of(item)
         if shape.ends_sink:
-            pl.when(item & 1 == 1)(lambda: self._write_query_flags(in_sink=False))
+            pl.when(does_end_sink(item) == 1)(lambda: self._write_query_flags(in_sink=False))
 
         def run(used):
             # the first item was waited for already, to choose the offset
-            pl.when(index > 0)(lambda: self.copies.wait_granules(self._granules_of(used, granules), slot))
-            self._run_body(used, start, granules, slot)
+            pl.when(index > 0)(lambda: self._wait(used, item, slot))
+            self._run_body(used, item, slot)
 
         commonest, rest = FIRST_FULL, sorted(shape.bodies - {FIRST_FULL})
         if commonest in shape.bodies:
@@ -226,20 +255,32 @@ class _QueryBlock:
                 for used in rest:
                     pl.when(body == used)(lambda used=used: run(used))
 
-    def _granules_of(self, body, granules):
-        """Granules of an item of this body, static where they are."""
+    def _wait(self, body, item, slot) -> None:
+        """Waits for an item of this body: for a static number of granules where it has one."""
+        granules, most = granules_of(item), self._body_granules(body)
+        if most is None:
+            self.copies.wait_granules(granules, slot)
+        elif body < self.shape.first_edge or not self.shape.clipped:
+            self.copies.wait_granules(most, slot)
+        else:
+            pl.when(granules == most)(lambda: self.copies.wait_granules(most, slot))
+            pl.when(granules != most)(lambda: self.copies.wait_granules(granules, slot))
+
+    def _body_granules(self, body) -> int | None:
+        """Granules that a body computes; None where the item says it."""
         shape = self.shape
         if body == PARTIAL:
-            return granules
+            return None
         if body == TAIL:
             return -(-shape.tail_rows // shape.granule_rows)
         if body < shape.first_edge:
             return shape.full_granules[body - FIRST_FULL]
-        return len((shape.left_edges + shape.right_edges)[body - shape.first_edge].columns)
+        return len(shape.edges[body - shape.first_edge].columns)
 
-    def _run_body(self, body, start, granules, slot) -> None:
+    def _run_body(self, body, item, slot) -> None:
         shape = self.shape
-        rows, place = shape.granule_rows, start * shape.granule_rows
+        rows, granules = shape.granule_rows, granules_of(item)
+        place = (start_of(item) - self.copies.skipped(item)) * rows
         if body == TAIL:
             self._attend(*self._slot_rows(slot, shape.tail_rows))
         elif body == PARTIAL:
@@ -251,13 +292,18 @@ class _QueryBlock:
 
             lax.fori_loop(0, granules, visit, 0)
         elif body < shape.first_edge:
-            count = shape.full_granules[body - FIRST_FULL]
-            self._attend(*self._slot_rows(slot, count * rows))
+            self._attend(*self._slot_rows(slot, self._body_granules(body) * rows))
         else:
-            edge = (shape.left_edges + shape.right_edges)[body - shape.first_edge]
+            edge = shape.edges[body - shape.first_edge]
             is_left = body - shape.first_edge < len(shape.left_edges)
+            hidden = len(edge.columns) - granules
+            first_hidden = jnp.where(is_at_end(item) == 1, 0, granules)
+            if shape.clipped:
+                pl.when(hidden > 0)(lambda: self._write_flags(slot, first_hidden, hidden, hidden=True))
             keys, values = self._slot_rows(slot, len(edge.columns) * rows)
             self._attend(keys, values, edge.columns, self._one_side(place, is_left), edge.whole)
+            if shape.clipped and not shape.keys_flagged:
+                pl.when(hidden > 0)(lambda: self._write_flags(slot, first_hidden, hidden, hidden=False))
 
     def _slot_rows(self, slot, rows: int, granule=0):
         """``rows`` keys and values of a slot, from a granule on."""
@@ -402,14 +448,14 @@ class _QueryBlock:
 
         def visit(index, _):
             item = self._item(index)
-            granules = item >> 8 & 127
+            granules = granules_of(item)
             self.copies.start_item(item, self.head, slot)
             self.copies.wait_granules(granules, slot)
             if shape.ends_sink:
-                pl.when(item & 1 == 1)(lambda: self._write_query_flags(in_sink=False))
+                pl.when(does_end_sink(item) == 1)(lambda: self._write_query_flags(in_sink=False))
             units = granules * shape.key_units
             if TAIL in shape.bodies:
-                units = jnp.where(item >> 2 & 63 == TAIL, shape.tail_rows // shape.unit, units)
+                units = jnp.where(body_of(item) == TAIL, shape.tail_rows // shape.unit, units)
             lax.fori_loop(0, units, lambda unit, _: self._visit_unit(item, unit, slot), 0)
             return 0
 
@@ -423,15 +469,16 @@ class _QueryBlock:
         def masked(scores):
             if not shape.masked:
                 return scores
-            body = item >> 2 & 63
+            body = body_of(item)
             is_whole = ((body != PARTIAL) & (body < shape.first_edge)).astype(jnp.int32)
             granule, place = lax.div(unit, shape.key_units), lax.rem(unit, shape.key_units)
-            first = ((item >> 15) + granule) * shape.granule_rows
+            first = (start_of(item) + granule) * shape.granule_rows
             first += jnp.where(self.temporal, place, place * shape.unit) if shape.any_temporal else place * shape.unit
             seen = self._in_band_or_sink(first)
             return self._masked(scores, lambda *at: seen(*at) | (is_whole > 0), 0, 0, shape.query_rows)
 
-        self._attend_online(self.at.key[slot, unit], self.at.value[slot, unit], masked)
+        held = self.copies.skipped(item) * shape.key_units + unit
+        self._attend_online(self.at.key[slot, held], self.at.value[slot, held], masked)
         return 0
 
     def _attend_online(self, keys, values, masked) -> None:

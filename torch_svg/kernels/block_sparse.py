@@ -212,6 +212,7 @@ def kernel_shape(
         full_granules=table.blocks.full_granules,
         left_edges=table.left_edges,
         right_edges=table.right_edges,
+        clipped=table.clipped,
         bodies=table.bodies,
         tail_rows=table.tail_rows,
         text_units=text_units,

@@ -166,6 +166,7 @@ def attend_dense(
         full_granules=full_granules,
         left_edges=(),
         right_edges=(),
+        clipped=False,
         bodies=frozenset(item.body for item in items),
         tail_rows=0,
         text_units=0 if text is None else text.key.shape[1],

@@ -46,6 +46,7 @@ class KernelShape:
         item_granules: Granules of the largest item.
         full_granules: Sizes of the mask-free bodies.
         left_edges, right_edges: The edge bodies, see ``WorkTable``.
+        clipped: Whether any item has fewer granules than its edge body.
         bodies: The bodies that are used; others are not compiled.
         tail_rows: Rows that the tail body computes.
         text_units: Units of text, of 16 rows, that every query sees beside its items.
@@ -77,6 +78,7 @@ class KernelShape:
     full_granules: tuple[int, ...]
     left_edges: tuple[Edge, ...]
     right_edges: tuple[Edge, ...]
+    clipped: bool
     bodies: frozenset
     tail_rows: int
     text_units: int
@@ -110,6 +112,11 @@ class KernelShape:
     @property
     def first_edge(self) -> int:
         return FIRST_FULL + len(self.full_granules)
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """The edge bodies, in the order of their numbers."""
+        return self.left_edges + self.right_edges
 
     @property
     def masked(self) -> bool:

@@ -18,9 +18,14 @@ from ..worktable import (
     TAIL,
     Blocks,
     WorkTable,
+    body_of,
     coordinate_bounds,
+    does_end_sink,
+    granules_of,
     has_spatial_sink,
+    is_spatial,
     sink_prefix,
+    start_of,
     work_table,
 )
 from .tuning import small_blocks_for
@@ -161,11 +166,11 @@ def _head(q, k, v, ok, text, kind, table: WorkTable, constants):
         def visit(index, state):
             *sums, in_sink = state
             item = items[offset + index]
-            start, granules, body = item >> 15, item >> 8 & 127, item >> 2 & 63
-            in_sink = in_sink & (item & 1 == 0)
+            start, granules, body = start_of(item), granules_of(item), body_of(item)
+            in_sink = in_sink & (does_end_sink(item) == 0)
             coordinate = start * rows + lane
             used = lane < jnp.where(body == TAIL, table.tail_rows, granules * rows)
-            at = coordinate[0] + jnp.where(item >> 1 & 1 == 1, constants["memory_order"], 0)
+            at = coordinate[0] + jnp.where(is_spatial(item) == 1, constants["memory_order"], 0)
             keys, values, valid = (lax.dynamic_slice_in_dim(x, at, step) for x in (k, v, ok))
             of_first_frame = drops_first_frame & ~in_sink & (coordinate % layout.frames == 0)
             seen = ((coordinate >= low) & (coordinate <= high)) | (coordinate < prefix)
