@@ -11,13 +11,19 @@ Example:
 """
 
 from . import (
+    animate_basis,
+    cosmos_padding,
     framepack_text_length,
     host_timesteps,
     hunyuan15_text_order,
+    mochi_text_length,
     nearest_upsampling,
+    tile_blending,
     timesteps_to_device,
     transformer_graphs,
     unipc_solve,
+    vae_graphs,
+    wan_prompt_lengths,
     wan_vae_slices,
 )
 
@@ -25,11 +31,17 @@ _PATCHES = {
     module.PATCH.name: module.PATCH
     for module in (
         wan_vae_slices,
+        cosmos_padding,
         nearest_upsampling,
+        tile_blending,
+        vae_graphs,
         unipc_solve,
         host_timesteps,
+        wan_prompt_lengths,
         framepack_text_length,
         hunyuan15_text_order,
+        mochi_text_length,
+        animate_basis,
         timesteps_to_device,
         transformer_graphs,
     )

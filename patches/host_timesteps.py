@@ -27,7 +27,8 @@ SCHEDULERS = "diffusers.schedulers.scheduling"
 PATCH = Patch(
     name="host_timesteps",
     what="with FlowMatchEulerDiscreteScheduler every step compiles a new graph, since it indexes the sigmas on the "
-    "device with the step; Wan2.2 waits for the device to choose its transformer",
+    "device with the step; Wan2.2 waits for the device to choose its transformer, and other schedulers to find their "
+    "place among the timesteps",
     upstream="https://github.com/huggingface/diffusers/pull/11501",
     versions={"diffusers": ">=0.41,<0.43"},
     delete_when="diffusers' Wan pipelines pass a host device to `retrieve_timesteps` when torch_xla is there",
@@ -35,6 +36,9 @@ PATCH = Patch(
         (f"{SCHEDULERS}_flow_match_euler_discrete", "FlowMatchEulerDiscreteScheduler.set_timesteps"),
         (f"{SCHEDULERS}_unipc_multistep", "UniPCMultistepScheduler.set_timesteps"),
         (f"{SCHEDULERS}_dpmsolver_multistep", "DPMSolverMultistepScheduler.set_timesteps"),
+        (f"{SCHEDULERS}_edm_euler", "EDMEulerScheduler.set_timesteps"),
+        (f"{SCHEDULERS}_euler_discrete", "EulerDiscreteScheduler.set_timesteps"),
+        (f"{SCHEDULERS}_euler_ancestral_discrete", "EulerAncestralDiscreteScheduler.set_timesteps"),
     ),
     wrap=_on_host,
     needs=("timesteps_to_device",),

@@ -50,11 +50,11 @@ class Patch:
                 )
 
     def concerns(self, pipe):
-        """Whether a component of the pipeline has a class that this patch changes."""
+        """Whether the pipeline or a component of it has a class that this patch changes."""
         classes = {owner for owner, _ in self._owners()}
         components = [part for part in pipe.components.values() if part is not None]
         parts = [module for part in components for module in (part.modules() if hasattr(part, "modules") else [part])]
-        return any(isinstance(part, tuple(classes)) for part in parts)
+        return any(isinstance(part, tuple(classes)) for part in [pipe, *parts])
 
     def apply(self):
         """Put the replacements in place; does nothing when they are there already."""

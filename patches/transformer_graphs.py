@@ -8,7 +8,9 @@ from .patch import Patch, on_xla
 from .timesteps_to_device import TRANSFORMERS
 
 
-def _cut_out(forward):
+def cut_out(forward):
+    """A forward that is a graph of its own: pending work is launched before it and after it, and not waited for."""
+
     @functools.wraps(forward)
     def wrapper(self, *args, **kwargs):
         # while training the backward pass belongs to the same graph
@@ -32,5 +34,5 @@ PATCH = Patch(
     versions={"diffusers": ">=0.41,<0.43", "torch_xla": "==2.9.*"},
     delete_when="diffusers' pipelines end a graph before and after the transformer",
     targets=TRANSFORMERS,
-    wrap=_cut_out,
+    wrap=cut_out,
 )

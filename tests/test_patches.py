@@ -81,12 +81,14 @@ def test_every_target_is_found_in_the_newest_served_diffusers():
 
 def test_apply_takes_what_the_pipeline_needs():
     pipe = random_tiny_wan_pipeline()
-    others = {"framepack_text_length", "hunyuan15_text_order"}
+    others = {
+        *("animate_basis", "cosmos_padding", "framepack_text_length", "hunyuan15_text_order", "mochi_text_length"),
+    }
     assert set(patches.apply(pipe)) == {patch.name for patch in patches.list_patches()} - others
     patches.revert()
     pipe.scheduler = diffusers.DDIMScheduler()
     pipe.vae = None
-    assert patches.apply(pipe) == ["timesteps_to_device", "transformer_graphs"]
+    assert patches.apply(pipe) == ["wan_prompt_lengths", "timesteps_to_device", "transformer_graphs"]
 
 
 def test_a_patch_brings_what_it_needs():
