@@ -7,13 +7,14 @@ from dataclasses import asdict
 
 from .doctor import diagnose
 from .families import catalogue
+from .running import add_command as _add_run
 
 
 def main(arguments=None):
     """Run one sub-command; the exit status is 0 when all is well, 1 when a fault was found, 2 for a wrong call."""
     parser = argparse.ArgumentParser(prog="torch-svg", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_add_doctor, _add_models):
+    for add in (_add_doctor, _add_models, _add_run):
         add(commands)
     options = parser.parse_args(arguments)
     return options.run(options)
