@@ -25,7 +25,7 @@ if __name__ == "__main__":
 import torch
 
 from benchmarks.released import RELEASED, Released
-from torch_svg import SparseVideoConfig, aot, bridge, enable
+from torch_svg import SparseVideoAttnProcessor, SparseVideoConfig, aot, bridge, enable
 from torch_svg.families import family_of
 
 # sparse in every layer, also where a clip is so short that the default stays dense
@@ -145,7 +145,11 @@ def compile_released(name: str, chip: str = "v6e") -> ModelCompile:
     patches.apply(names=released.patches)
     try:
         with bridge.lowering_for("tpu"), torch.no_grad():
-            processor = enable(model, CONFIG)
+            # on set_attn_processor, cross-attention too runs on the kernel; enable() leaves it as it was
+            if hasattr(model, "set_attn_processor"):
+                model.set_attn_processor(processor := SparseVideoAttnProcessor(CONFIG))
+            else:
+                processor = enable(model, CONFIG)
             outputs = torch.func.functional_call(model, tensors, (), {**inputs, "return_dict": False}, strict=False)
             traced = time.perf_counter() - start
             compiled = aot.compile_pending(_tensors(outputs), chip=chip)

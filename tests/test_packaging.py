@@ -17,11 +17,12 @@ PACKAGE = ROOT / "torch_svg"
 
 # from the top down; a module imports from its own floor or from those below it
 FLOORS = (
-    ("cli", "doctor", "__main__", "__init__"),
+    # quality and density_search generate videos with a pipeline of the user's
+    ("cli", "running", "doctor", "quality", "density_search", "__main__", "__init__"),
     ("processor", "forecast", "enabling", "binding", "interception", "callsite"),
     ("attention",),
     ("kernels", "routing", "distributed"),
-    ("pattern", "worktable", "families", "quality", "aot"),
+    ("pattern", "worktable", "families", "aot"),
     ("grid", "config", "report", "bridge", "patches"),
 )
 

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from . import bridge
-from .pattern import Plan
 
 KIND_NAMES = ("spatial", "temporal", "dense")
 KIND_COLOURS = ("#4c78a8", "#f2a93b", "#c9c9c9")
@@ -74,7 +73,8 @@ class RunReport:
     probe_errors: np.ndarray
     fallbacks: dict[str, int]
     density_by_forward: np.ndarray
-    plan: Plan | None = None
+    # a pattern.Plan; this module stands below that one
+    plan: object | None = None
     blocks: dict[str, object] | None = None
     compiles: int | None = None
     compile_seconds: float | None = None
@@ -141,9 +141,9 @@ class RunRecord:
         self.dense_layers: set[int] = set()
         self.implementation: str | None = None
         self.head_dim: int = 128
-        self.plan: Plan | None = None
+        self.plan = None
         # plans of layers whose sequence is another one
-        self.layer_plans: dict[int, Plan] = {}
+        self.layer_plans: dict[int, object] = {}
         # only a process that has torch_xla can compile with it
         self._metrics_before = bridge.metrics() if "torch_xla" in sys.modules else None
 
