@@ -3,7 +3,8 @@
 Small clips first, where a step is cheap, then clips of the final size; the rotary positions carry over. Both processors
 below compute what diffusers' WanAttnProcessor computes, in forms that are quicker to train on a CPU.
 
-Two things make captions tell, and an earlier run of 4,850 steps without them never learnt left from right:
+An earlier run of 4,850 steps never learnt left from right. Two things are otherwise now; the first was seen to be the
+cause (attention to padding alone in two of four blocks), whether the second is needed was not tried by itself:
 
 - Prompts are padded briefly at first (`Phase.padded`). A Wan pipeline attends to its padding, and 500 equal keys take
   nearly all attention of a network that has not yet learnt to look at words; it settles there, and the words get no

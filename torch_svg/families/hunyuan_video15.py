@@ -2,7 +2,8 @@
 
 from ..config import Preset
 from ..grid import TokenGrid
-from .base import Facts, Family, TextMask, patched_grid, rotate_part
+from .base import Facts, Family, TextMask, patched_grid
+from .hunyuan_video import HUNYUAN_VIDEO
 
 
 def _grid(transformer, inputs) -> TokenGrid:
@@ -23,11 +24,6 @@ def _default_processor(transformer, path, module):
     return AttnProcessor2_0() if path.startswith("context_embedder") else HunyuanVideo15AttnProcessor2_0()
 
 
-def _apply_rotary(x, rotary):
-    # what stands after the video is not rotated
-    return rotate_part(x, *rotary, 0)
-
-
 HUNYUAN_VIDEO15 = Family(
     name="hunyuan_video15",
     transformers={
@@ -40,8 +36,8 @@ HUNYUAN_VIDEO15 = Family(
     video_attention=r"transformer_blocks\.\d+\.attn",
     grid=_grid,
     preset=_preset,
-    rotary_argument="image_rotary_emb",
-    apply_rotary=_apply_rotary,
+    rotary_argument=HUNYUAN_VIDEO.rotary_argument,
+    apply_rotary=HUNYUAN_VIDEO.apply_rotary,
     default_processor=_default_processor,
     # the processor makes a tokens x tokens mask of it in every layer: on the meta device that costs nothing
     text_mask=TextMask("attention_mask", lambda mask: mask.to("meta")),
